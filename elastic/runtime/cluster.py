@@ -1,0 +1,157 @@
+"""The Ray cluster: connect to one or start a simulated one, and describe its nodes as plain records."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.base.config import ExistingCluster, Fleet
+from elastic.base.errors import PlacementError, RunFolderError
+from elastic.policy.placement import NodeRecord
+from elastic.state.storage import Storage
+
+MB = 2**20
+NAMESPACE = "elastic"
+REGION_UNITS = 1000
+"""How much of its region's custom resource a simulated node has."""
+SPARE_CPUS = 1
+PROBE_TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def connected(fleet: Fleet, object_store_mb: int = 512) -> Iterator[None]:
+    """Be connected to the fleet's cluster; a simulated one ends with the block."""
+    if isinstance(fleet.cluster, ExistingCluster):
+        try:
+            ray.init(address=fleet.cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        except ConnectionError as error:
+            raise PlacementError(
+                "no Ray cluster answers",
+                where=f"cluster.address {fleet.cluster.address}",
+                saw=str(error).splitlines()[0],
+                fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    with _simulated(fleet, object_store_mb) as address:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _simulated(fleet: Fleet, object_store_mb: int) -> Iterator[str]:
+    """A Ray cluster on this machine: a head, and a node per region that carries its label."""
+    from ray.cluster_utils import Cluster
+
+    size = object_store_mb * MB
+    cluster = Cluster()
+    try:
+        # The dashboard serves the State API, without which Ray Train cannot clean up after a lost actor.
+        cluster.add_node(num_cpus=1, object_store_memory=size, include_dashboard=True, dashboard_port=free_port())
+        for region, islands in _by_region(fleet).items():
+            resources = {}
+            if fleet.region_resource is not None:
+                resources[fleet.region_resource.format(region=region)] = REGION_UNITS
+            cluster.add_node(
+                num_cpus=sum(i.workers.max * i.cpus_per_worker for i in islands) + SPARE_CPUS,
+                num_gpus=sum(i.workers.max * i.gpus_per_worker for i in islands),
+                labels={fleet.region_label: region},
+                resources=resources,
+                object_store_memory=size,
+            )
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def _by_region(fleet: Fleet) -> dict[str, list[Any]]:
+    regions: dict[str, list[Any]] = {}
+    for island in fleet.islands:
+        regions.setdefault(island.region, []).append(island)
+    return regions
+
+
+def free_port() -> int:
+    """A TCP port that is free now on the loopback interface."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def nodes() -> list[NodeRecord]:
+    """The cluster's living nodes."""
+    free = ray._private.state.available_resources_per_node()  # the public call sums over nodes
+    return [
+        NodeRecord(
+            node_id=node["NodeID"],
+            alive=node["Alive"],
+            resources=node["Resources"],
+            available=free.get(node["NodeID"], {}),
+            labels=node.get("Labels") or {},
+            draining=bool(node.get("DeathReason")) and not node["Alive"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def pinned_to(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Schedule on this node and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+
+
+def own_node_id() -> str:
+    """The node of this process."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def check_shared(storage: Storage) -> None:
+    """Every node must see the run folder: each reads what this process wrote, and writes.
+
+    A local path is only asked for on clusters of several hosts, where it must be a shared mount.
+    """
+    hosts = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if len(hosts) == 1:
+        return
+    marker = f"lock/seen-by-{own_node_id()[:12]}"
+    storage.write(marker, b"written by the driver")
+    probes = {
+        host: _probe.options(scheduling_strategy=pinned_to(node)).remote(storage, marker)
+        for host, node in hosts.items()
+    }
+    try:
+        for host, probe in probes.items():
+            try:
+                problem = ray.get(probe, timeout=PROBE_TIMEOUT_S)
+            except ray.exceptions.GetTimeoutError:
+                problem = f"no answer within {PROBE_TIMEOUT_S:g} s"
+            if problem:
+                raise RunFolderError(
+                    "the run folder is not the same on every node",
+                    where=f"host {host}, {storage.url}",
+                    saw=problem,
+                    fix="use a bucket (s3://..., gs://...) or a folder on a file system that all nodes mount",
+                )
+    finally:
+        storage.delete(marker)
+
+
+@ray.remote(num_cpus=0)
+def _probe(storage: Storage, marker: str) -> str:
+    """What is wrong with the run folder on this node; empty if nothing is."""
+    try:
+        storage.probe(must_see=marker)
+    except Exception as error:  # the driver reports it with the host's name
+        return f"{type(error).__name__}: {error}"
+    return ""

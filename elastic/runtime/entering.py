@@ -1,0 +1,124 @@
+"""How an island takes part: join, be admitted, hold the current global parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from elastic.base.errors import DeadlineError
+from elastic.base.ranges import RangeSet
+from elastic.exchange.link import Entry, Hello, Member
+from elastic.runtime.island_rank import IslandRank
+from elastic.runtime.island_store import Saved
+from elastic.runtime.phases import OuterPhase, SynchronousPhase
+from elastic.training.shard import local_of
+
+POLL_S = 1.0
+
+
+def parameter_fingerprint(parameters: Mapping[str, torch.Tensor]) -> str:
+    """Hash of names and full shapes; equal on all islands of a run."""
+    text = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in sorted(parameters.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def enter(rank: IslandRank) -> bool:
+    """Join if that has not happened, and take over the current global parameters.
+
+    Returns False when the run is stopping before the island was admitted.
+    """
+    saved = rank.saved
+    hello = Hello(
+        island=rank.name,
+        workers=rank.group.world_size,
+        device=rank.device,
+        versions=dict(rank.versions),
+        parameters=parameter_fingerprint(rank.parameters),
+        base_version=saved.version if saved else -1,
+        claims=saved.held | saved.rest if saved else RangeSet(),
+    )
+    if rank.member is None:
+        generation = rank.agree(lambda: rank.link.join(hello))
+        rank.member = Member(rank.name, generation, rank.group.rank, rank.group.world_size)
+    entries: list[Entry] = []
+
+    def admitted() -> bool:
+        while not rank.stop_asked():
+            entry = rank.link.enter(rank.member, hello, POLL_S)
+            if entry is not None:
+                entries.append(entry)
+                return True
+        return False
+
+    if not rank.agree(admitted):
+        return False
+    entry = entries[0] if entries else _entry_of_admitted(rank, hello)
+    _take_over(rank, entry, saved)
+    rank.saved = None
+    return True
+
+
+def _entry_of_admitted(rank: IslandRank, hello: Hello) -> Entry:
+    """The entry for a rank other than 0: its island was admitted a moment ago."""
+    entry = rank.link.enter(rank.member, hello, rank.job.outer.sync_timeout_s)
+    if entry is None:
+        raise DeadlineError(f"rank {rank.group.rank} of island {rank.name} was not let in after rank 0 was")
+    return entry
+
+
+def _take_over(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
+    """Hold the published parameters as base, and they or the own checkpoint as local values."""
+    base = rank.own_rows(entry.tensors)
+    digest = rank.digest_of(base)
+    if digest != entry.digest:
+        raise RuntimeError(
+            f"island {rank.name} received version {entry.version} with digest {digest}, "
+            f"the synchronizer published {entry.digest}: the transfer is damaged"
+        )
+    resumed = saved if entry.claimed else None
+    with torch.no_grad():
+        for name, local in rank.local().items():
+            local.copy_(resumed.parameters[name] if resumed else base[name])
+    _take_over_moments(rank, entry, saved)
+    rank.basis = entry.basis
+    rank.step = saved.step if saved else rank.step
+    rank.feed.clear()
+    rank.loss_sum, rank.tokens, steps_since = 0.0, 0, 0
+    if resumed:
+        rank.feed.held, rank.feed.rest = resumed.held, resumed.rest
+        rank.loss_sum, rank.tokens, steps_since = resumed.loss_sum, resumed.tokens, resumed.steps_since
+    if entry.phase == "synchronous":
+        rank.phase = SynchronousPhase(rank, entry.version, entry.gradient_step)
+    else:
+        rank.phase = OuterPhase(rank, entry.version, base, steps_since)
+    rank.emit(
+        "island_joined",
+        {
+            "workers": rank.group.world_size,
+            "device": rank.device,
+            "version": entry.version,
+            "digest": digest,
+            "resumed_step": rank.step,
+        },
+    )
+
+
+def _take_over_moments(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
+    """AdamW's moments: the run's in the synchronous phase, else the island's own checkpoint's.
+
+    Without either they stay as they are: zeros in a new process, the island's own after a re-base.
+    """
+    if entry.moments is not None:
+        moments = {}
+        for name, parameter in rank.parameters.items():
+            first, second = (
+                rank.own_rows(entry.moments, prefix=f"{moment}/")[name] for moment in ("exp_avg", "exp_avg_sq")
+            )
+            moments[name] = (first.to(local_of(parameter).device), second.to(local_of(parameter).device))
+        rank.inner.load_moments(moments, entry.adam_steps)
+    elif saved is not None:
+        rank.inner.load_moments(saved.moments, saved.adam_steps)
+
+

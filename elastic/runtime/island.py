@@ -1,0 +1,112 @@
+"""The actor that owns one island: its Ray Train run, on a stable node of its own region."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from elastic.base.config import Fleet, Island
+from elastic.base.errors import ElasticError
+from elastic.policy.placement import REGION_SHARE, worker_resources
+from elastic.runtime.worker import WorkerSpec, train_worker
+
+TRAIN_ENV = {
+    # How long a worker group may wait for its workers; the controller has its own, longer patience.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    # How soon Ray Train sees that a worker has ended or died.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an island's Ray Train run ended."""
+
+    kind: str
+    """finished, error."""
+    what: str = ""
+    traceback: str = ""
+    exit_code: int = 1
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)
+class IslandActor:
+    """Runs `TorchTrainer.fit()` for one island; the Ray Train controller lives on this actor's node."""
+
+    def ready(self) -> str:
+        """The node this actor is on."""
+        return ray.get_runtime_context().get_node_id()
+
+    def run(self, fleet: Fleet, island: Island, spec: WorkerSpec, storage_path: str) -> Outcome:
+        """Train until the island's work is done, it is asked to stop, or it fails."""
+        trainer = TorchTrainer(
+            train_worker,
+            train_loop_config={"spec": spec},
+            scaling_config=scaling_of(fleet, island),
+            run_config=RunConfig(
+                name=f"{island.name}-a{spec.epoch}-{spec.start}",
+                storage_path=storage_path,
+                # Whether to start again is our policy's decision (policy/recovery), with its own budgets.
+                failure_config=FailureConfig(max_failures=0),
+                worker_runtime_env={"env_vars": worker_env(fleet, spec.threads)},
+            ),
+            torch_config=TorchConfig(
+                backend="cpu:gloo,cuda:nccl" if island.gpus_per_worker else "gloo",
+                timeout_s=int(spec.job.outer.sync_timeout_s) + 60,
+            ),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:  # told to the controller as an outcome
+            return outcome_of(error)
+        return Outcome("finished")
+
+
+def scaling_of(fleet: Fleet, island: Island) -> ScalingConfig:
+    """Workers min..max on the region's nodes: by label, and by custom resource.
+
+    Ray Train's elastic policy reserves by resources alone, so a label without the resource would
+    make it wait for ever on nodes of other regions.
+    """
+    workers = island.workers
+    return ScalingConfig(
+        num_workers=workers.min if workers.min == workers.max else (workers.min, workers.max),
+        use_gpu=island.gpus_per_worker > 0,
+        resources_per_worker=worker_resources(island, fleet.region_resource),
+        label_selector={fleet.region_label: island.region},
+    )
+
+
+def worker_env(fleet: Fleet, threads: int) -> dict[str, str]:
+    """Environment of a worker: its number of threads, and what the fleet file says; nothing else."""
+    return {"OMP_NUM_THREADS": str(threads), **fleet.worker_env}
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The worker's own error inside what Ray Train raised, with the traceback that the user needs."""
+    failures: dict[int, Any] = getattr(error, "worker_failures", None) or {}
+    cause = failures[min(failures)] if failures else error
+    text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    inner = getattr(cause, "cause", None) or cause
+    exit_code = inner.exit_code if isinstance(inner, ElasticError) else 1
+    return Outcome("error", f"{type(inner).__name__}: {inner}", text, exit_code)
+
+
+def start_island(fleet: Fleet, island: Island) -> Any:
+    """Create the actor of an island on a node of its region.
+
+    It holds a share of the region's custom resource, so that its node never looks idle.
+    """
+    resources = {}
+    if fleet.region_resource is not None:
+        resources[fleet.region_resource.format(region=island.region)] = REGION_SHARE
+    return IslandActor.options(
+        resources=resources,
+        label_selector={fleet.region_label: island.region},
+        runtime_env={"env_vars": TRAIN_ENV},
+    ).remote()

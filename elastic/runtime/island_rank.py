@@ -1,0 +1,151 @@
+"""What one rank of an island holds, and the questions it answers alike on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.base.config import Job
+from elastic.base.events import EventSink
+from elastic.exchange.link import Basis, Beat, FencedError, Link, Member, Receipt
+from elastic.exchange.wire import Wire, unpack_rows
+from elastic.policy.schedule import lr_at, progress
+from elastic.runtime.feed import Feed
+from elastic.runtime.heart import Heart
+from elastic.runtime.island_store import IslandStore, Saved
+from elastic.training.corpus import Corpus
+from elastic.training.digest import finish_digest, partial_digest
+from elastic.training.group import Group
+from elastic.training.inner import Inner
+from elastic.training.order import Order
+from elastic.training.shard import local_of, parameters_of, rows_of, spoken_rows
+
+if TYPE_CHECKING:
+    from elastic.runtime.phases import Phase
+
+
+class StopAsked(Exception):  # noqa: N818  not an error: somebody wants the run to end
+    """The island was waiting when it was asked to stop."""
+
+
+class RebaseError(Exception):
+    """A contribution was refused: the island goes on from the current version."""
+
+
+@dataclass
+class IslandRank:
+    """Everything one rank of an island holds; only the loop changes it."""
+
+    name: str
+    job: Job
+    link: Link
+    group: Group
+    inner: Inner
+    corpus: Corpus
+    events: EventSink
+    versions: Mapping[str, str]
+    device: str
+    store: IslandStore | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    member: Member | None = None
+    phase: Phase | None = None
+    basis: Basis | None = None
+    step: int = 0
+    """Inner steps of this island since the run began."""
+    loss_sum: float = 0.0
+    """Training loss summed over `tokens`, since the last adopted version; this rank's share."""
+    tokens: int = 0
+    """Tokens of the whole island since the last adopted version."""
+    stall_s: float = 0.0
+    """Seconds the inner loop stood still for the other islands."""
+    beat: Beat = Beat(0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, "starting")
+    rate_window: tuple[float, int] = (0.0, 0)
+    """When the present measurement of tokens/s began, and its tokens so far."""
+    saved: Saved | None = None
+    """The checkpoint found at the start, until the first entry has used it."""
+    feed: Feed = field(init=False)
+    heart: Heart = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.feed = Feed(self.job.inner.batch_sequences)
+        self.order = Order(len(self.corpus.train), self.job.seed)
+        self.parameters = parameters_of(self.inner.model)
+        self.heart = Heart(self.link, lambda: self.member, lambda: self.beat)
+
+    # ------------------------------------------------------------------ parameters of this rank
+
+    def local(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of every trainable parameter; views, not copies."""
+        return {name: local_of(parameter) for name, parameter in self.parameters.items()}
+
+    def placed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, torch.Tensor]]:
+        """The rows this rank speaks for, with the number of the first one in the whole tensor."""
+        spoken = {name: spoken_rows(self.parameters[name], self.group.rank) for name in tensors}
+        return {name: (spoken[name][0], rows) for name, rows in tensors.items() if spoken[name] != (0, 0)}
+
+    def own_rows(self, wire: Wire, prefix: str = "") -> dict[str, torch.Tensor]:
+        """This rank's rows of the whole tensors `prefix + name` of a wire, fp32, on its device."""
+        return {
+            name: unpack_rows(wire, prefix + name, *rows_of(parameter)).to(local_of(parameter).device)
+            for name, parameter in self.parameters.items()
+        }
+
+    def digest_of(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Digest of the whole tensors of which the ranks hold rows. All ranks must call it."""
+        return finish_digest(self.group.sum(partial_digest(self.placed(tensors))))
+
+    # ------------------------------------------------------------------------------- agreement
+
+    def agree(self, decide: Callable[[], Any]) -> Any:
+        """Rank 0's JSON answer on all ranks; being fenced is an answer too."""
+
+        def guarded() -> dict[str, Any]:
+            try:
+                return {"value": decide()}
+            except FencedError as fenced:
+                return {"fenced": [fenced.reason, fenced.superseded]}
+
+        outcome = self.group.share(guarded)
+        if "fenced" in outcome:
+            raise FencedError(*outcome["fenced"])
+        return outcome["value"]
+
+    def settle(self, send: Callable[[], Receipt]) -> None:
+        """Hand in this rank's part, and agree with the other ranks whether all were accepted."""
+        refused, fenced, superseded, reason = 0, 0, 0, "refused at another rank"
+        try:
+            receipt = send()
+            if receipt.status == "refused":
+                refused, reason = 1, receipt.reason
+        except FencedError as error:
+            fenced, superseded, reason = 1, int(error.superseded), error.reason
+        refused, fenced, superseded = self.group.sum(torch.tensor([refused, fenced, superseded])).tolist()
+        if fenced:
+            raise FencedError(reason, bool(superseded))
+        if refused:
+            raise RebaseError(reason)
+
+    def stop_asked(self) -> bool:
+        """Whether the island should save itself and end; asked by rank 0."""
+        return self.heart.stop_asked
+
+    # --------------------------------------------------------------------------------- progress
+
+    def lr(self) -> float:
+        """Learning rate of the next inner step (DESIGN section 4, "Learning rate")."""
+        basis = self.basis
+        share = progress(
+            basis.committed_tokens, self.phase.steps_since + 1, basis.tokens_per_step, basis.total_tokens
+        )
+        return lr_at(share, self.job.inner)
+
+    def emit(self, kind: str, fields: Mapping[str, object]) -> None:
+        """One event of this incarnation; only rank 0 speaks."""
+        if self.group.rank == 0:
+            generation = self.member.generation if self.member else 0
+            self.events.emit(kind, {"island": self.name, "generation": generation, **fields})

@@ -1,0 +1,124 @@
+"""The checkpoints of one island, as its loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.base.events import EventSink
+from elastic.base.ranges import RangeSet
+from elastic.state.checkpoint import Rows, find_island, load_island, retire_islands, save_island
+from elastic.state.layout import island_folder
+from elastic.state.storage import Storage
+from elastic.training.group import Group
+from elastic.training.shard import rows_of, spoken_rows
+
+SAVES_PER_START = 1_000_000
+_NUMBERS = ("version", "step", "steps_since", "loss_sum", "tokens", "adam_steps")
+
+
+@dataclass
+class Saved:
+    """An island at one moment: what its next incarnation needs to go on from there.
+
+    Tensors are this rank's rows; everything else is the whole island's.
+    """
+
+    version: int
+    """Outer version that the local parameters started from."""
+    step: int
+    steps_since: int
+    held: RangeSet
+    """Positions trained since that version and not merged."""
+    rest: RangeSet
+    """Positions leased and not trained."""
+    loss_sum: float
+    tokens: int
+    adam_steps: int
+    parameters: dict[str, torch.Tensor]
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class IslandStore:
+    """Saves and loads one rank's part of the island's checkpoints.
+
+    `epoch` and `start` (how often this attempt started the island) order the checkpoints of
+    several lives; `keep` complete ones stay.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        island: str,
+        group: Group,
+        parameters: Mapping[str, torch.Tensor],
+        events: EventSink,
+        *,
+        epoch: int = 1,
+        start: int = 0,
+        keep: int = 2,
+    ) -> None:
+        self._storage, self._prefix, self._group = storage, island_folder(island), group
+        self._parameters, self._events, self._keep = parameters, events, keep
+        self._epoch, self._next = epoch, start * SAVES_PER_START
+
+    def save(self, saved: Saved) -> str:
+        """Write this rank's rows; returns the checkpoint's name. It counts once all ranks wrote."""
+        rows: dict[str, Rows] = {}
+        for name, parameter in self._parameters.items():
+            start, stop = spoken_rows(parameter, self._group.rank)
+            if (start, stop) == (0, 0):
+                continue
+            tensors = (saved.parameters[name], *saved.moments[name])
+            for kind, local in zip(("local", "exp_avg", "exp_avg_sq"), tensors, strict=True):
+                rows[f"{kind}/{name}"] = Rows(start, local, tuple(parameter.shape))
+        meta: dict[str, Any] = {name: getattr(saved, name) for name in _NUMBERS}
+        meta |= {"held": saved.held.to_json(), "rest": saved.rest.to_json()}
+        name = save_island(
+            self._storage,
+            self._prefix,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            generation=self._epoch,
+            number=self._next,
+            step=saved.step,
+            rows=rows,
+            meta=meta,
+        )
+        self._next += 1
+        if self._group.rank == 0:
+            retire_islands(self._storage, self._prefix, self._keep)
+        return name
+
+    def load(self) -> Saved | None:
+        """This rank's rows of the newest usable checkpoint, whatever the number of ranks that wrote it."""
+
+        def newest() -> str:
+            found = find_island(self._storage, self._prefix)
+            for skipped in found.skipped:
+                fields = {"name": skipped.name, "reason": skipped.reason, "instead": found.name or "none"}
+                self._events.emit("fell_back", fields)
+            return found.name
+
+        name = self._group.share(newest)
+        if not name:
+            return None
+        placement = {
+            f"{kind}/{key}": (*rows_of(parameter), tuple(parameter.shape))
+            for key, parameter in self._parameters.items()
+            for kind in ("local", "exp_avg", "exp_avg_sq")
+        }
+        loaded = load_island(self._storage, name, placement)
+        return Saved(
+            **{key: loaded.meta[key] for key in _NUMBERS},
+            held=RangeSet.from_json(loaded.meta["held"]),
+            rest=RangeSet.from_json(loaded.meta["rest"]),
+            parameters={key: loaded.tensors[f"local/{key}"] for key in self._parameters},
+            moments={
+                key: (loaded.tensors[f"exp_avg/{key}"], loaded.tensors[f"exp_avg_sq/{key}"])
+                for key in self._parameters
+            },
+        )

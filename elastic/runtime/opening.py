@@ -1,0 +1,36 @@
+"""Build a `Synchronizer` over a run folder: its store, its first parameters, its event log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic.base.events import EventSink
+from elastic.runtime.board import RunSetup
+from elastic.runtime.entering import parameter_fingerprint
+from elastic.runtime.synchronizer import Synchronizer
+from elastic.state.initial import initial_parameters
+from elastic.state.outer_store import OuterStore
+from elastic.state.records import load_records
+from elastic.state.storage import Storage
+
+
+def open_synchronizer(
+    setup: RunSetup, storage: Storage, events: EventSink, clock: Callable[[], float] = time.monotonic
+) -> Synchronizer:
+    """Continue from the newest durable state, or begin with the job's initial parameters."""
+
+    def fell_back(name: str, reason: str, instead: str) -> None:
+        events.emit("fell_back", {"name": name, "reason": reason, "instead": instead})
+
+    store = OuterStore.open(
+        storage,
+        setup.job,
+        setup.run,
+        setup.epoch,
+        load_records(storage),
+        lambda: initial_parameters(setup.job, setup.vocab_size),
+        {"total_sequences": setup.total_sequences, "block_sequences": setup.block_sequences},
+        fell_back,
+    )
+    return Synchronizer(setup, store, parameter_fingerprint(store.state.theta), events, clock)

@@ -1,0 +1,408 @@
+"""The synchronizer: what islands and the controller can ask of it, and its one merging thread.
+
+Calls of islands only look at the board and put parts on it, under one lock; they are short. The
+thread looks for the next job (a merge that is due, an anchor that is complete, a validation that
+came in), does the arithmetic and makes it durable without the lock (`elastic.runtime.merging`), and
+publishes under it. This class knows no Ray; `elastic.runtime.actors` wraps it, benchmarks and tests
+call it directly.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.base.errors import StorageError
+from elastic.base.events import EventSink
+from elastic.exchange.link import (
+    Beat,
+    Command,
+    Donate,
+    Entry,
+    FencedError,
+    Hello,
+    Judgement,
+    Member,
+    Packet,
+    Part,
+    Receipt,
+    Snapshot,
+    Work,
+)
+from elastic.exchange.wire import pack_encoded
+from elastic.policy.rounds import Contribution
+from elastic.runtime.board import Board, RunSetup
+from elastic.runtime.merging import Merging
+from elastic.runtime.recorder import Recorder
+from elastic.state.outer_store import OuterStore
+
+TICK_S = 0.25
+
+
+class Synchronizer:
+    """Implements `exchange.link.Link` for islands, and a few calls for the controller."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        store: OuterStore,
+        parameters: str,
+        events: EventSink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`parameters`: fingerprint of the trainable parameters' names and shapes."""
+        self.setup, self.store, self._parameters, self._clock = setup, store, parameters, clock
+        self._lock = threading.Condition()
+        board = Board(setup, store.version, "outer", store.committed, store.generations)
+        board.phase = store.phase if store.phase == "outer" and store.version else board.phase_for(board.ledger.committed_count)
+        board.ledger.replayed_sequences = int(store.counters["replayed_sequences"])
+        self.board = board
+        self.recorder = Recorder(board, events)
+        self._merging = Merging(board, store, self.recorder, self._lock, clock)
+        self._closing = threading.Event()
+        self._last_tick = clock()
+        self._thread = threading.Thread(target=self._serve, name="elastic-merge", daemon=True)
+        self._thread.start()
+
+    # ================================================================ what islands ask (Link)
+
+    def join(self, hello: Hello) -> int:
+        """Begin an incarnation of an island; older ones are fenced from here on."""
+        self._check_hello(hello)
+        with self._lock:
+            board, name = self.board, hello.island
+            if name not in self.setup.islands:
+                raise ValueError(f"island {name} is not part of this run; islands: {', '.join(self.setup.islands)}")
+            returned = board.forget(name)
+            if board.membership.state(name) in ("live", "idle"):
+                self.recorder.lost(name, "a new incarnation joined", len(returned))
+            generation = board.membership.join(name, self._clock())
+            board.membership.leave(name, generation, idle=True)  # until it is admitted
+            for dropped in (*board.rounds.join(name, generation), *board.gradients.join(name, generation)):
+                board.parts.pop(dropped, None)
+            board.joined.add(name)
+            board.waiting.add(name)
+            board.workers[name] = hello.workers
+            board.claims[name] = (
+                hello.base_version == board.version
+                and bool(hello.claims)
+                and board.ledger.claim(name, generation, hello.claims)
+            )
+            self.store.generations[name] = generation
+            self._lock.notify_all()
+            return generation
+
+    def enter(self, member: Member, hello: Hello, timeout_s: float) -> Entry | None:
+        """The current version, once the island is admitted; None after `timeout_s`."""
+        deadline = self._clock() + timeout_s
+        with self._lock:
+            while True:
+                self._fence(member)
+                board, name = self.board, member.island
+                if board.membership.state(name) == "idle" and name not in board.waiting:
+                    board.waiting.add(name)  # it was out of data and comes back
+                self._admit()
+                if name not in board.waiting and not self._merging.busy:
+                    return self._entry(name)
+                left = deadline - self._clock()
+                if left <= 0:
+                    return None
+                self._lock.wait(min(left, TICK_S))
+
+    def lease(self, member: Member, base_version: int) -> Work:
+        """What the island does next."""
+        with self._lock:
+            self._fence(member)
+            board, name, generation = self.board, member.island, member.generation
+            board.claims.pop(name, None)  # all its ranks have entered
+            if self._stop_now():
+                return Work("stop")
+            if board.evaluation is not None:
+                if board.evaluation.finished:
+                    return Work("done") if board.finished else Work("wait")
+                if base_version != board.version:
+                    return Work("enter")
+                chunk = board.evaluation.take(name, generation)
+                return Work("evaluate", *chunk) if chunk else Work("wait")
+            members = board.membership.members
+            if board.membership.state(name) == "idle":
+                return Work("enter") if board.ledger.has_for(name, members) else Work("wait")
+            granted = board.ledger.lease(name, generation, members)
+            if granted is not None:
+                return Work("batches", *granted)
+            if board.ledger.held(name, generation):
+                return Work("flush")
+            if not board.ledger.done:
+                board.membership.leave(name, generation, idle=True)
+                self._lock.notify_all()
+            return Work("wait")
+
+    def offer(self, part: Part) -> Receipt:
+        """Take one rank's rows."""
+        with self._lock:
+            self._fence(part.member)
+            board, name = self.board, part.member.island
+            board.claims.pop(name, None)
+            self._count_bytes("up", part.rows.nbytes if part.rows else 0)
+            if part.kind == "anchor":
+                return self._offer_anchor(part)
+            rounds = board.rounds if part.kind == "delta" else board.gradients
+            header = header_of(part)
+            problem = "" if part.finite else "its values are not finite"
+            receipt = rounds.offer(header, part.member.rank, board.membership.live, problem)
+            for dropped in receipt.dropped:
+                board.parts.pop(dropped, None)
+            if receipt.status in ("accepted", "waiting-parts"):
+                board.parts.setdefault(header.id, {})[part.member.rank] = part
+            if receipt.status == "refused":
+                # It holds something the others do not: it waits for the next version and re-bases.
+                self.recorder.refused(part.member, header.id, receipt.reason)
+                returned = board.ledger.release(name, part.member.generation)
+                board.membership.leave(name, part.member.generation, idle=True)
+                board.waiting.add(name)
+                self.recorder.warn(f"{len(returned)} sequences of island {name} go back to the queue")
+            self._lock.notify_all()
+            return Receipt(receipt.status, receipt.reason)
+
+    def _offer_anchor(self, part: Part) -> Receipt:
+        board = self.board
+        if board.anchor is None or part.seq != board.version + 1:
+            return Receipt("refused", f"no anchor {part.seq} is wanted; version {board.version} is current")
+        board.anchor.take(part)
+        self._lock.notify_all()
+        return Receipt("accepted")
+
+    def fetch(self, member: Member, kind: str, fragment: int, number: int, timeout_s: float) -> Packet | Donate | None:
+        """Version `number` or a later one, or the merged gradient `number`; None after `timeout_s`."""
+        deadline = self._clock() + timeout_s
+        with self._lock:
+            while True:
+                self._fence(member)
+                for packet in self.board.packets[kind]:
+                    if packet.number >= number:
+                        self._count_bytes("down", packet.tensors.nbytes)
+                        return packet
+                anchor = self.board.anchor
+                if kind == "version" and anchor is not None and anchor.donor(self.board.membership.live) == member.island:
+                    sent = anchor.rows.get(member.island, {})
+                    if len(sent) < member.world_size and member.rank not in sent:
+                        return Donate()
+                left = deadline - self._clock()
+                if left <= 0:
+                    return None
+                self._lock.wait(min(left, TICK_S))
+
+    def beat(self, member: Member, beat: Beat) -> Command:
+        """A sign of life."""
+        with self._lock:
+            reason = self.board.membership.beat(member.island, member.generation, self._clock())
+            if reason is not None:
+                return Command(fenced=reason)
+            self.recorder.progress(member, beat, self._clock())
+            return Command(stop=self._stop_now())
+
+    def judged(self, member: Member, judgement: Judgement) -> None:
+        """A validation result came in."""
+        with self._lock:
+            self._fence(member)
+            self._merging.judged(member, judgement)
+            self._lock.notify_all()
+
+    def leave(self, member: Member, reason: str, checkpoint: str = "") -> None:
+        """The island ends in order; what it did not hand in goes back to the queue."""
+        with self._lock:
+            if self.board.membership.fence(member.island, member.generation) is not None:
+                return
+            self.board.forget(member.island)
+            self.board.membership.leave(member.island, member.generation, why=reason)
+            self.recorder.left(member, reason)
+            self._lock.notify_all()
+
+    # ===================================================================== what the controller asks
+
+    def snapshot(self) -> Snapshot:
+        """The state at this moment."""
+        with self._lock:
+            board, store = self.board, self.store
+            return Snapshot(
+                phase=board.phase,
+                version=board.version,
+                counters=dict(store.counters),
+                total_sequences=self.setup.total_sequences,
+                committed_sequences=len(store.committed),
+                live=tuple(board.membership.live),
+                joined=tuple(sorted(board.joined)),
+                beats=dict(board.beats),
+                workers=dict(board.workers),
+                finished=board.finished,
+                digest=store.digest,
+                validation=store.validation[-1] if store.validation else {},
+                failure=board.failure,
+                storage_failed=board.storage_failed,
+            )
+
+    def events_since(self, cursor: int) -> tuple[int, list[dict[str, Any]]]:
+        """Events after `cursor`, and the next cursor."""
+        with self._lock:
+            return self.recorder.since(cursor)
+
+    def begin(self) -> None:
+        """Start with the islands that have joined, without waiting for the rest."""
+        with self._lock:
+            self.board.begun = True
+            self._lock.notify_all()
+
+    def stop(self, reason: str) -> None:
+        """Ask all islands to save themselves and end."""
+        with self._lock:
+            self.board.stopping = reason
+            self._lock.notify_all()
+
+    def declare_lost(self, island: str, reason: str) -> None:
+        """The controller knows that an island died; nobody waits for it any longer."""
+        with self._lock:
+            generation = self.board.membership.generations.get(island, 0)
+            if self.board.membership.fence(island, generation) is None:
+                self.board.membership.fail(island, generation, reason)
+                self._tick()
+                self._lock.notify_all()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """End the merging thread after what it is doing."""
+        self._closing.set()
+        with self._lock:
+            self._lock.notify_all()
+        self._thread.join(timeout=timeout_s)
+
+    # ================================================================================= the thread
+
+    def _serve(self) -> None:
+        """Look, decide, do, record, until closed."""
+        while not self._closing.is_set():
+            with self._lock:
+                self._tick()
+                job = self._merging.next_job()
+                if job is None:
+                    self._lock.wait(TICK_S)
+                    continue
+            try:
+                job()
+            except StorageError as error:
+                self._fail(str(error), storage=True)
+            except Exception as error:  # the controller ends the run with this reason
+                self._fail(f"{type(error).__name__}: {error}", storage=False)
+
+    def _fail(self, reason: str, storage: bool) -> None:
+        with self._lock:
+            self.board.failure, self.board.storage_failed = reason, storage
+            self._lock.notify_all()
+        self._closing.set()
+
+    def _tick(self) -> None:
+        """What the passing of time decides: who is lost, who may enter."""
+        now, board = self._clock(), self.board
+        self.recorder.account(now - self._last_tick, self.store.counters)
+        if now - self._last_tick > board.membership.timeout_s / 2:
+            # This process itself stood still: nobody could be heard, so nobody is late.
+            for name in board.membership.members:
+                board.membership.beat(name, board.membership.generations[name], now)
+        self._last_tick = now
+        for island in board.membership.expire(now):
+            returned = board.forget(island)
+            self.recorder.lost(island, board.membership.why(island), len(returned))
+        if not board.begun and board.joined >= set(self.setup.islands):
+            board.begun = True
+        stretch_open = board.gradient_step > board.anchor_step
+        if stretch_open and not board.membership.live and not self._merging.busy:
+            steps = board.roll_back()
+            self.recorder.warn(f"no island is left in the synchronous phase: {steps} steps are redone")
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let waiting islands in: at a version boundary, with valid claims, or if nobody else works."""
+        board = self.board
+        if not board.begun or self._merging.busy:
+            return
+        alone = not board.membership.live
+        for name in sorted(board.waiting):
+            # Otherwise the next publication lets it in (`Merging.publish`), so that nobody waits for it.
+            if alone or board.evaluation is not None or board.claims.get(name):
+                board.let_in(name)
+                self._lock.notify_all()
+
+    # ================================================================================== helpers
+
+    def _entry(self, name: str) -> Entry:
+        board, store = self.board, self.store
+        tensors = pack_encoded(store.state.published, "fp32")
+        self._count_bytes("down", tensors.nbytes)
+        synchronous = board.phase == "synchronous"
+        moments = pack_encoded(store.moments, "fp32") if synchronous and store.moments else None
+        return Entry(
+            version=board.version,
+            phase=board.phase,
+            digest=store.digest,
+            tensors=tensors,
+            basis=board.basis(),
+            claimed=board.claims.get(name, False),
+            gradient_step=board.gradient_step,
+            moments=moments,
+            adam_steps=store.adam_steps,
+        )
+
+    def _stop_now(self) -> bool:
+        """Stopping is asked for; in a synchronous stretch only after its anchor, to lose nothing."""
+        board = self.board
+        stretch_open = board.phase == "synchronous" and board.gradient_step > board.anchor_step
+        return bool(board.stopping) and not (stretch_open and board.membership.live)
+
+    def _fence(self, member: Member) -> None:
+        board = self.board
+        if board.failure:
+            raise RuntimeError(f"the synchronizer cannot go on: {board.failure}")
+        reason = board.membership.fence(member.island, member.generation)
+        if reason is not None:
+            current = board.membership.generations.get(member.island, 0)
+            raise FencedError(reason, superseded=member.generation < current)
+
+    def _count_bytes(self, direction: str, count: int) -> None:
+        self.store.counters[f"bytes_{direction}"] += count
+        if self.board.phase == "synchronous":
+            self.store.counters[f"bytes_{direction}_warmup"] += count
+
+    def _check_hello(self, hello: Hello) -> None:
+        """Refuse an island that would train another model or with other libraries."""
+        differences = version_differences(hello.versions, self.recorder.versions)
+        if hello.parameters != self._parameters:
+            differences.append(f"trainable parameters: {hello.parameters} here {self._parameters}")
+        if differences:
+            raise ValueError(f"island {hello.island} does not fit this run: " + "; ".join(differences))
+
+
+def version_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """Libraries whose major or minor version differs; patch levels may."""
+    return [
+        f"{name}: {theirs.get(name, 'missing')} there, {version} here"
+        for name, version in ours.items()
+        if theirs.get(name, "").split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]
+    ]
+
+
+def header_of(part: Part) -> Contribution:
+    """What the rules of a round need to know of a part."""
+    return Contribution(
+        island=part.member.island,
+        generation=part.member.generation,
+        fragment=part.fragment,
+        seq=part.seq,
+        base_version=part.base_version,
+        from_step=part.from_step,
+        to_step=part.to_step,
+        tokens=part.tokens,
+        steps=part.steps,
+        ranges=part.ranges,
+        parts=part.member.world_size,
+        kind="gradient" if part.kind == "gradient" else "delta",
+    )

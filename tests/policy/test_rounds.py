@@ -1,0 +1,320 @@
+"""A round merges what was handed in, once, whatever the order and whoever repeats himself."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from elastic.base.ranges import EMPTY, RangeSet
+from elastic.policy.rounds import Contribution, Merge, Rounds
+
+pytestmark = pytest.mark.unit
+
+BOTH = ["eu", "us"]
+
+
+def contribution(island: str, seq: int = 0, /, **changes) -> Contribution:
+    """A valid contribution with changes."""
+    fields = {
+        "island": island,
+        "generation": 1,
+        "fragment": 0,
+        "seq": seq,
+        "base_version": 0,
+        "from_step": 0,
+        "to_step": 10,
+        "tokens": 100,
+        "steps": 10,
+        "ranges": EMPTY,
+        "parts": 1,
+    }
+    return Contribution(**{**fields, **changes})
+
+
+def test_a_round_closes_when_every_live_island_is_in():
+    """Quorum all: nobody who is live is left out, and the version rises by one."""
+    rounds = Rounds()
+    assert rounds.close(0, BOTH) is None
+    assert rounds.offer(contribution("us", tokens=300), 0, BOTH).status == "accepted"
+    assert rounds.close(0, BOTH) is None
+    assert rounds.waiting_for(0, BOTH) == ["eu"]
+    rounds.offer(contribution("eu"), 0, BOTH)
+    merge = rounds.close(0, BOTH)
+    assert merge is not None
+    assert (merge.version, rounds.versions) == (1, [1])
+    assert [item.id for item in merge.contributions] == ["eu/1/0/0", "us/1/0/0"]
+    assert merge.weights == (0.25, 0.75)
+    assert (merge.scale, merge.moves, merge.tokens) == (1.0, True, 400)
+    assert rounds.close(0, BOTH) is None, "a version is published once"
+
+
+def test_the_result_does_not_depend_on_the_order_of_arrival():
+    """Any order of all parts of all islands gives the same merge."""
+    live = ["a", "b", "c"]
+    parts = [
+        (contribution(island, tokens=7 + ord(island), parts=2), rank) for island in live for rank in (0, 1)
+    ]
+    merges: list[Merge | None] = []
+    for order in itertools.islice(itertools.permutations(parts), 0, None, 37):
+        rounds = Rounds()
+        for header, rank in order:
+            rounds.offer(header, rank, live)
+        merges.append(rounds.close(0, live))
+    assert merges[0] is not None
+    assert all(merge == merges[0] for merge in merges)
+
+
+def test_parts_count_only_when_all_are_there():
+    """A contribution of three ranks is in when rank 0, 1 and 2 have sent their rows."""
+    rounds = Rounds()
+    header = contribution("us", parts=3)
+    assert rounds.offer(header, 2, ["us"]).status == "waiting-parts"
+    assert rounds.offer(header, 0, ["us"]).status == "waiting-parts"
+    assert rounds.offer(header, 2, ["us"]).status == "duplicate"
+    assert rounds.close(0, ["us"]) is None
+    assert rounds.offer(header, 1, ["us"]).status == "accepted"
+    assert rounds.close(0, ["us"]) is not None
+
+
+def test_duplicates_are_ignored_before_and_after_the_merge():
+    """A message that is sent again because its answer was lost changes nothing."""
+    rounds = Rounds()
+    rounds.offer(contribution("us"), 0, ["us"])
+    assert rounds.offer(contribution("us"), 0, ["us"]).status == "duplicate"
+    assert rounds.close(0, ["us"]) is not None
+    assert rounds.offer(contribution("us"), 0, ["us"]).status == "duplicate"
+    assert rounds.close(0, ["us"]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "reason"),
+    [
+        ({"base_version": 3}, 0, "us/1/0/0 starts from version 3, 4 is current"),
+        ({"base_version": 5}, 0, "us/1/0/0 starts from version 5, 4 is current"),
+        ({"base_version": 4, "fragment": 1}, 0, "us/1/1/0: there are 1 fragments, no fragment 1"),
+        ({"base_version": 4, "parts": 2}, 2, "us/1/0/0 has 2 parts, no rank 2"),
+        ({"base_version": 4, "kind": "gradient"}, 0, "us/1/0/0 is a gradient, this phase takes a delta"),
+        ({"base_version": 4, "island": "asia"}, 0, "asia/1/0/0: island asia is not live"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(changes, rank, reason):
+    """Every refusal says which contribution and why, and leaves the round open."""
+    rounds = Rounds(versions=[4])
+    receipt = rounds.offer(contribution("us", **changes), rank, ["us"])
+    assert (receipt.status, receipt.reason) == ("refused", reason)
+    assert rounds.close(0, ["us"]) is None
+
+
+def test_an_older_generation_is_refused():
+    """Once generation 2 was heard of, generation 1 cannot hand in anything."""
+    rounds = Rounds()
+    rounds.join("us", 2)
+    receipt = rounds.offer(contribution("us"), 0, ["us"])
+    assert receipt.reason == "generation 1 of island us is over, 2 is current"
+
+
+def test_an_island_without_work_weighs_nothing():
+    """Zero steps are a valid answer: no wait, no weight, under both rules."""
+    for rule, weights in (("tokens", (0.0, 0.25, 0.75)), ("uniform", (0.0, 0.5, 0.5))):
+        live = ["a", "b", "c"]
+        rounds = Rounds(weights=rule)
+        for island, steps, tokens in (("a", 0, 0), ("b", 2, 20), ("c", 6, 60)):
+            rounds.offer(contribution(island, steps=steps, tokens=tokens), 0, live)
+        merge = rounds.close(0, live)
+        assert merge is not None
+        assert merge.weights == weights
+        assert merge.scale == 1.0
+
+
+def test_if_nobody_trained_nothing_moves():
+    """All weights zero: the version rises and the merge says that nothing moves."""
+    rounds = Rounds()
+    for island in BOTH:
+        rounds.offer(contribution(island, steps=0, tokens=0), 0, BOTH)
+    merge = rounds.close(0, BOTH)
+    assert merge is not None
+    assert (merge.version, merge.weights, merge.scale, merge.moves) == (1, (0.0, 0.0), 0.0, False)
+
+
+def test_a_lost_island_is_not_waited_for_and_its_complete_work_merges():
+    """What was handed in completely before the loss is merged; incomplete work is void."""
+    live = ["a", "b", "c"]
+    rounds = Rounds()
+    rounds.offer(contribution("a", ranges=RangeSet([(0, 4)])), 0, live)
+    rounds.offer(contribution("b", parts=2), 0, live)
+    rounds.offer(contribution("c"), 0, live)
+    assert rounds.pending_ranges("a") == RangeSet([(0, 4)])
+    assert rounds.withdraw("a") == ()
+    assert rounds.withdraw("b") == ("b/1/0/0",)
+    merge = rounds.close(0, ["c"])
+    assert merge is not None
+    assert [item.island for item in merge.contributions] == ["a", "c"]
+    assert merge.scale == 1.0
+    assert rounds.pending_ranges("a") == EMPTY
+
+
+def test_a_restarted_island_is_waited_for_again():
+    """An older generation's complete work still merges but is not the answer of the new one."""
+    rounds = Rounds()
+    rounds.offer(contribution("us"), 0, BOTH)
+    rounds.offer(contribution("eu"), 0, BOTH)
+    assert rounds.join("us", 2) == ()
+    assert rounds.close(0, BOTH) is None
+    rounds.offer(contribution("us", generation=2), 0, BOTH)
+    merge = rounds.close(0, BOTH)
+    assert merge is not None
+    assert [item.id for item in merge.contributions] == ["eu/1/0/0", "us/1/0/0", "us/2/0/0"]
+    assert sum(merge.weights) == pytest.approx(1.0)
+
+
+def test_the_parts_of_a_generation_that_is_over_are_void():
+    """A new generation may have another number of ranks; old parts never complete it."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", parts=2), 0, ["us"])
+    assert rounds.join("us", 2) == ("us/1/0/0",)
+    assert rounds.offer(contribution("us", generation=2, parts=1), 0, ["us"]).status == "accepted"
+
+
+def test_a_newer_complete_contribution_voids_an_older_incomplete_one():
+    """A part that was lost on the way cannot pile up memory at the synchronizer."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", 0, parts=2), 0, BOTH)
+    rounds.offer(contribution("us", 1, parts=2), 0, BOTH)
+    receipt = rounds.offer(contribution("us", 1, parts=2), 1, BOTH)
+    assert (receipt.status, receipt.dropped) == ("accepted", ("us/1/0/0",))
+
+
+def test_an_incomplete_contribution_left_behind_by_a_merge_is_void():
+    """The merge names it, and its late parts are refused for their base version."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", parts=2), 0, BOTH)
+    rounds.offer(contribution("eu"), 0, BOTH)
+    merge = rounds.close(0, ["eu"])
+    assert merge is not None
+    assert merge.dropped == ("us/1/0/0",)
+    receipt = rounds.offer(contribution("us", parts=2), 1, BOTH)
+    assert receipt.reason == "us/1/0/0 starts from version 0, 1 is current"
+
+
+def test_poison_is_refused_on_all_ranks_and_nobody_waits_for_it():
+    """Bad values on one rank exclude the whole contribution; the step shrinks by its share."""
+    rounds = Rounds()
+    header = contribution("us", parts=3, tokens=300)
+    rounds.offer(header, 0, BOTH)
+    receipt = rounds.offer(header, 1, BOTH, problem="non-finite values in blocks.0.norm")
+    assert receipt.status == "refused"
+    assert receipt.reason == "contribution us/1/0/0, rank 1: non-finite values in blocks.0.norm"
+    assert receipt.dropped == ("us/1/0/0",)
+    assert rounds.offer(header, 2, BOTH).reason == receipt.reason
+    rounds.offer(contribution("eu"), 0, BOTH)
+    merge = rounds.close(0, BOTH)
+    assert merge is not None
+    assert [item.island for item in merge.contributions] == ["eu"]
+    assert merge.weights == (1.0,)
+    assert merge.scale == 0.25, "eu alone must not move as far as both would"
+
+
+def test_poison_everywhere_still_ends_the_round():
+    """All islands refused: an empty merge that moves nothing, so that nobody waits for ever."""
+    rounds = Rounds()
+    rounds.offer(contribution("us"), 0, ["us"], problem="non-finite values")
+    merge = rounds.close(0, ["us"])
+    assert merge is not None
+    assert (merge.version, merge.contributions, merge.moves) == (1, (), False)
+
+
+def test_an_island_that_recovers_within_the_round_counts_once():
+    """After a refusal the same island may hand in good work; then nothing is left out."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", 0), 0, BOTH, problem="non-finite values")
+    assert rounds.offer(contribution("us", 1), 0, BOTH).status == "accepted"
+    rounds.offer(contribution("eu"), 0, BOTH)
+    merge = rounds.close(0, BOTH)
+    assert merge is not None
+    assert merge.scale == 1.0
+
+
+def test_parts_that_disagree_are_refused():
+    """Ranks of one island that report different tokens are a bug that is named, not averaged."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", parts=2), 0, ["us"])
+    receipt = rounds.offer(contribution("us", parts=2, tokens=99), 1, ["us"])
+    assert receipt.reason == "contribution us/1/0/0, rank 1: its parts disagree about the header"
+
+
+def test_gradients_are_counted_by_their_own_rounds():
+    """The version is the number of the step, and a mean gradient is never scaled."""
+    steps = Rounds(kind="gradient", versions=[41])
+    for island, problem in (("eu", ""), ("us", "non-finite values")):
+        steps.offer(contribution(island, kind="gradient", base_version=41, steps=1), 0, BOTH, problem)
+    merge = steps.close(0, BOTH)
+    assert merge is not None
+    assert (merge.version, merge.weights, merge.scale) == (42, (1.0,), 1.0)
+
+
+def test_fragments_are_independent():
+    """Each fragment has its own version and its own open round."""
+    rounds = Rounds(fragments=3)
+    rounds.offer(contribution("us", fragment=1), 0, ["us"])
+    assert rounds.close(0, ["us"]) is None
+    assert rounds.close(1, ["us"]) is not None
+    assert rounds.versions == [0, 1, 0]
+    with pytest.raises(ValueError, match="3 fragments, but 1 versions"):
+        Rounds(fragments=3, versions=[0])
+
+
+def test_any_trouble_leaves_each_contribution_with_one_fate():
+    """Under random joins, losses, repeats and reordering each complete contribution merges once."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        rounds, generations = Rounds(), {name: 1 for name in "abc"}
+        live, seqs = set("abc"), itertools.count()
+        merged: list[str] = []
+        accepted: set[str] = set()
+        sent: list[tuple[Contribution, int]] = []
+        for _ in range(200):
+            action, island = (
+                rng.choice(["send", "repeat", "repeat", "repeat", "lose", "join"]),
+                rng.choice("abc"),
+            )
+            if action == "send":
+                header = contribution(
+                    island,
+                    next(seqs),
+                    generation=generations[island],
+                    parts=2,
+                    base_version=rounds.versions[0],
+                )
+                sent += [(header, 0), (header, 1)]
+            elif action == "repeat" and sent:
+                header, rank = rng.choice(sent)
+                if rounds.offer(header, rank, live).status == "accepted":
+                    accepted.add(header.id)
+            elif action == "lose":
+                live.discard(island)
+                rounds.withdraw(island)
+            elif action == "join" and island not in live:
+                generations[island] += 1
+                live.add(island)
+                rounds.join(island, generations[island])
+            version = rounds.versions[0]
+            merge = rounds.close(0, live)
+            if merge is not None:
+                assert merge.version == version + 1
+                assert sum(merge.weights) == pytest.approx(1.0)
+                merged += [header.id for header in merge.contributions]
+        assert len(merged) == len(set(merged)), "merged twice"
+        assert set(merged) <= accepted
+
+
+def test_a_version_from_elsewhere_voids_the_open_round():
+    """After a synchronous stretch the fragment stands at the anchor; older deltas are refused."""
+    rounds = Rounds()
+    rounds.offer(contribution("us"), 0, BOTH)
+    rounds.offer(contribution("eu", parts=2), 0, BOTH)
+    assert rounds.advance(0, 9) == ("us/1/0/0", "eu/1/0/0")
+    assert rounds.versions == [9]
+    assert rounds.waiting_for(0, BOTH) == BOTH
+    assert rounds.offer(contribution("us"), 0, BOTH).reason == "us/1/0/0 starts from version 0, 9 is current"
