@@ -6,6 +6,7 @@ import json as jsonlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from elastic.base.config import ExistingCluster, Fleet, Island
 from elastic.base.configfile import load_fleet
 from elastic.base.errors import EXIT_BUG
 from elastic.cli.machine import Check, check_auth, check_devices, machine_checks, ok_or
+from elastic.policy.placement import NodeRecord, fit
 from elastic.views.format import one_line, plural
 
 CONNECT_DEADLINE_S = 30.0
@@ -66,7 +68,7 @@ def all_checks(fleet: Fleet | None, environment: Mapping[str, str]) -> list[Chec
     if answer is None:
         fix = "start the cluster, check the address, RAY_ADDRESS and the firewall; versions of Ray must agree"
         return [*checks, Check("ray cluster", "fail", f"{address}: {problem}", fix)]
-    nodes = answer["nodes"]
+    nodes = [NodeRecord(**node) for node in answer["nodes"]]
     checks.append(Check("ray cluster", "ok", f"{address}: Ray {answer['ray']}, {plural(len(nodes), 'node')}"))
     return checks + (fleet_checks(fleet, nodes) if fleet is not None else [])
 
@@ -112,41 +114,24 @@ def check_local_cpus(islands: Sequence[Island], cpus: int) -> Check:
     return ok_or("fleet", wanted <= cpus, saw, "workers will share CPUs and be slow: use fewer")
 
 
-def fleet_checks(fleet: Fleet, nodes: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Regions by label, and for each island in turn whether its workers fit into what is left."""
-    regions: dict[str, list[Mapping[str, Any]]] = {}
-    for node in nodes:
-        regions.setdefault(node["labels"].get(fleet.region_label, "(no label)"), []).append(node)
-    saw = ", ".join(f"{region}: {plural(len(found), 'node')}" for region, found in sorted(regions.items()))
-    checks = [Check("regions", "ok", saw or "no nodes")]
-    left = {node["id"]: dict(node["resources"]) for node in nodes}
-    for island in fleet.islands:
-        checks.append(_island_check(fleet, island, regions.get(island.region, []), left))
-    return checks
-
-
-def _island_check(
-    fleet: Fleet, island: Island, nodes: list[Mapping[str, Any]], left: dict[str, dict[str, float]]
-) -> Check:
-    name = f"island {island.name}"
+def fleet_checks(fleet: Fleet, nodes: Sequence[NodeRecord]) -> list[Check]:
+    """Regions by label, and for each island whether its workers fit."""
+    label = fleet.region_label
+    regions = Counter(node.labels.get(label, "(no label)") for node in nodes if node.usable)
+    saw = ", ".join(f"{region}: {plural(count, 'node')}" for region, count in sorted(regions.items()))
+    checks = [ok_or("regions", bool(regions), saw or "no usable node", "start nodes", "fail")]
     grows = isinstance(fleet.cluster, ExistingCluster) and fleet.cluster.autoscaling
-    if not nodes:
-        fix = f"start nodes with --labels {fleet.region_label}={island.region}, or correct islands.region"
-        return Check(name, "warn" if grows else "fail", f"no node has region {island.region}", fix)
-    custom = fleet.region_resource.format(region=island.region) if fleet.region_resource else None
-    if custom is not None and not all(node["resources"].get(custom) for node in nodes):
-        fix = f"start them with --resources '{{\"{custom}\": 1000}}', or set region_resource: null"
-        return Check(name, "fail", f"nodes of region {island.region} lack the resource {custom}", fix)
-    needs = {"CPU": island.cpus_per_worker, "GPU": island.gpus_per_worker}
-    fits = 0
-    for node in nodes:
-        free = left[node["id"]]
-        while fits < island.workers.max and all(free.get(kind, 0.0) >= n for kind, n in needs.items()):
-            fits += 1
-            for kind, amount in needs.items():
-                free[kind] = free.get(kind, 0.0) - amount
-    saw = f"{fits} of {island.workers.min} to {island.workers.max} workers fit in region {island.region}"
-    fix = f"a worker needs {needs['CPU']:g} CPU and {needs['GPU']:g} GPU: add nodes, or ask for fewer workers"
-    if fits < island.workers.min:
-        return Check(name, "warn" if grows else "fail", saw, fix)
-    return ok_or(name, fits >= island.workers.max, saw, fix)
+    for each in fit(fleet.islands, nodes, label, fleet.region_resource):
+        name = f"island {each.island}"
+        if not each.ever and not grows:
+            fix = "add nodes, correct their labels and resources, or ask for fewer or smaller workers"
+            checks.append(Check(name, "fail", each.sentence, fix))
+        elif not each.starts_now:
+            fix = (
+                "something else runs there: wait or end it" if each.ever else "the autoscaler must add nodes"
+            )
+            checks.append(Check(name, "warn", f"{each.fits_now} workers fit now; {each.sentence}", fix))
+        else:
+            saw = f"{each.fits_now} of {each.workers_min} to {each.workers_max} workers fit now"
+            checks.append(Check(name, "ok", saw))
+    return checks

@@ -244,6 +244,8 @@ class Snapshot:
     joined: tuple[str, ...]
     beats: Mapping[str, Beat] = field(default_factory=dict)
     workers: Mapping[str, int] = field(default_factory=dict)
+    merged_version: Mapping[str, int] = field(default_factory=dict)
+    """Newest version that holds a contribution of an island, in this attempt."""
     finished: bool = False
     digest: str = ""
     validation: Mapping[str, object] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from elastic.exchange.link import Beat, Command, Hello, Judgement, Member, Packe
 from elastic.exchange.wire import Wire
 from elastic.runtime.board import RunSetup
 from elastic.runtime.opening import open_synchronizer
+from elastic.runtime.synchronizer import Synchronizer
 from elastic.state.storage import Storage
 from elastic.views.event_log import EventLog
 
@@ -24,8 +25,9 @@ class SynchronizerActor:
     """Carries calls to a `Synchronizer`; tensors go through the object store, by reference."""
 
     def __init__(self, setup: RunSetup, storage: Storage) -> None:
+        self._setup, self._storage = setup, storage
         self._events = EventLog(storage, f"synchronizer-a{setup.epoch}")
-        self._synchronizer = open_synchronizer(setup, storage, self._events)
+        self._synchronizer: Synchronizer | None = None
         self._references: OrderedDict[tuple[str, int], Any] = OrderedDict()
 
     def _reference(self, kind: str, number: int, wire: Wire) -> list[Any]:
@@ -86,6 +88,11 @@ class SynchronizerActor:
         self._synchronizer.leave(member, reason, checkpoint)
 
     # ------------------------------------------------------------------------ for the controller
+
+    @ray.method(concurrency_group="control")
+    def open(self) -> None:
+        """Load the newest durable state, or make version 0; raises what that raises."""
+        self._synchronizer = open_synchronizer(self._setup, self._storage, self._events)
 
     @ray.method(concurrency_group="control")
     def look(self, cursor: int) -> tuple[Snapshot, int, list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ from elastic.exchange.link import Basis, Beat, Packet, Part, Phase
 from elastic.policy.evaluation import EvaluationQueue
 from elastic.policy.ledger import Ledger
 from elastic.policy.membership import Membership
+from elastic.policy.plan import warmup_sequences
 from elastic.policy.rounds import Contribution, Rounds
 
 EVENTS_KEPT = 10_000
@@ -114,6 +115,10 @@ class Board:
         self.rounds = Rounds(1, job.outer.weights, [version])
         self.gradients = Rounds(1, "tokens", [0], kind="gradient")
         self.phase: Phase = phase
+        self.warmup_sequences = warmup_sequences(job, setup.total_sequences, len(setup.islands))
+        """Positions that the synchronous phase trains on."""
+        self.merged_version: dict[str, int] = {}
+        """Newest version that holds a contribution of an island, in this epoch."""
         self.stretch = Stretch()
         self.anchor: Anchor | None = None
         self.anchor_step = 0
@@ -131,6 +136,8 @@ class Board:
         self.claims: dict[str, bool] = {}
         self.waiting: set[str] = set()
         """Joined islands that are not admitted yet."""
+        self.stopped: set[str] = set()
+        """Islands that saved themselves because the run stops; an open round does not close without them."""
         self.begun = False
         self.stopping = ""
         self.evaluation: EvaluationQueue | None = None
@@ -150,14 +157,17 @@ class Board:
         return self.gradients.versions[0]
 
     @property
-    def warmup_sequences(self) -> int:
-        """Positions that the synchronous phase trains on."""
-        return round(self.setup.job.outer.warmup * self.setup.total_sequences)
+    def quorum(self) -> list[str]:
+        """Islands without which a round does not close: the live ones.
+
+        While the run stops also those that have saved themselves: what they hold is part of the
+        round, and continues with it.
+        """
+        return sorted({*self.membership.live, *self.stopped})
 
     def phase_for(self, committed: int) -> Phase:
         """The phase that follows when this many positions are committed."""
-        warmup = self.setup.job.outer.warmup
-        return "synchronous" if warmup >= 1.0 or committed < self.warmup_sequences else "outer"
+        return "synchronous" if committed < self.warmup_sequences else "outer"
 
     def basis(self) -> Basis:
         """What progress is computed from, at the newest version."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -16,6 +16,8 @@ from elastic.policy.placement import NodeRecord
 from elastic.state.storage import Storage
 
 MB = 2**20
+OBJECT_STORE_MB = 512
+"""Of each simulated node."""
 NAMESPACE = "elastic"
 REGION_UNITS = 1000
 """How much of its region's custom resource a simulated node has."""
@@ -24,8 +26,11 @@ PROBE_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def connected(fleet: Fleet, object_store_mb: int = 512) -> Iterator[None]:
-    """Be connected to the fleet's cluster; a simulated one ends with the block."""
+def connected(fleet: Fleet, then: Callable[[], None]) -> Iterator[None]:
+    """Be connected to the fleet's cluster; a simulated one ends with the block.
+
+    `then` is called right after `ray.init`, which replaces signal handlers.
+    """
     if isinstance(fleet.cluster, ExistingCluster):
         try:
             ray.init(address=fleet.cluster.address, namespace=NAMESPACE, log_to_driver=False)
@@ -37,24 +42,26 @@ def connected(fleet: Fleet, object_store_mb: int = 512) -> Iterator[None]:
                 fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
             ) from error
         try:
+            then()
             yield
         finally:
             ray.shutdown()
         return
-    with _simulated(fleet, object_store_mb) as address:
+    with _simulated(fleet) as address:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         try:
+            then()
             yield
         finally:
             ray.shutdown()
 
 
 @contextlib.contextmanager
-def _simulated(fleet: Fleet, object_store_mb: int) -> Iterator[str]:
+def _simulated(fleet: Fleet) -> Iterator[str]:
     """A Ray cluster on this machine: a head, and a node per region that carries its label."""
     from ray.cluster_utils import Cluster
 
-    size = object_store_mb * MB
+    size = OBJECT_STORE_MB * MB
     cluster = Cluster()
     try:
         # The dashboard serves the State API, without which Ray Train cannot clean up after a lost actor.

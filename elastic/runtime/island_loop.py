@@ -53,6 +53,8 @@ def run_island(rank: IslandRank) -> str:
 
 def train(rank: IslandRank) -> str:
     """Inner and outer steps from one entry on; returns why it ended: done, stopped, enter."""
+    if rank.phase.is_due():  # stopped while it waited for the others
+        synchronise(rank)
     while True:
         work = next_work(rank)
         if work.do == "batches":

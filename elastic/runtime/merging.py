@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Merging:
             member, judgement = self._judgements.popleft()
             job = self._validation(member, judgement)
         elif board.phase == "outer":
-            if (due := board.rounds.close(0, live)) is not None:
+            if (due := board.rounds.close(0, board.quorum)) is not None:
                 job = self._delta(due, *self._take(due))
         elif board.anchor is not None:
             if board.anchor.is_complete(live):
@@ -114,7 +114,7 @@ class Merging:
             size = delta_norm(merged) if merged is not None else 0.0
             with self._lock:
                 base = -1 if codec == "fp32" else due.version - 1
-                self._publish(due.version, base, pack_encoded(packet, codec))
+                self._publish(due.version, base, pack_encoded(packet, codec), losses)
                 self._tell(due.version, "outer", losses, due.tokens, size, self._clock() - began)
 
         return work
@@ -198,8 +198,8 @@ class Merging:
                 board.rounds.advance(0, version)
                 changed = phase != board.phase
                 board.phase = phase
-                self._publish(version, version - 1, Wire("fp32", {}))
                 losses = {n: stretch.losses[n] / max(stretch.tokens[n], 1) for n in sorted(stretch.losses)}
+                self._publish(version, version - 1, Wire("fp32", {}), losses)
                 tokens = sum(stretch.tokens.values())
                 self._tell(version, "synchronous", losses, tokens, 0.0, self._clock() - began)
                 if changed:
@@ -232,10 +232,11 @@ class Merging:
 
     # ------------------------------------------------------------------------------ publishing
 
-    def _publish(self, version: int, base_version: int, tensors: Wire) -> None:
+    def _publish(self, version: int, base_version: int, tensors: Wire, contributors: Iterable[str]) -> None:
         """Make a durable version visible, and let waiting islands in. The caller holds the lock."""
         board, store = self._board, self._store
         board.durable = store.committed
+        board.merged_version |= dict.fromkeys(contributors, version)
         store.counters["replayed_sequences"] = board.ledger.replayed_sequences
         for name in sorted(board.waiting):
             board.let_in(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 
 def devices() -> dict[str, object]:
@@ -24,19 +25,16 @@ def devices() -> dict[str, object]:
 
 
 def cluster(address: str) -> dict[str, object]:
-    """Ray's version and the live nodes of the cluster: id, labels, resources."""
+    """Ray's version and the cluster's nodes, each with the fields of a `NodeRecord`."""
     import ray
+
+    from elastic.runtime.cluster import nodes
 
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
-        nodes = [
-            {"id": node["NodeID"], "labels": node.get("Labels", {}), "resources": node["Resources"]}
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+        return {"ray": ray.__version__, "nodes": [asdict(node) for node in nodes()]}
     finally:
         ray.shutdown()
-    return {"ray": ray.__version__, "nodes": nodes}
 
 
 def main(arguments: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.base.events import EventSink, make_event
 from elastic.exchange.link import Beat, Member
+from elastic.policy.cost import accrue
 from elastic.runtime.board import Board
 from elastic.runtime.versions import library_versions
 
@@ -89,8 +90,7 @@ class Recorder:
 
     def account(self, elapsed_s: float, counters: dict[str, float]) -> None:
         """Add the time that passed, and what the workers of joined islands cost meanwhile."""
-        setup = self._board.setup
         counters["wall_s"] += elapsed_s
-        for island in self._board.membership.members:
-            price = setup.prices.get(island, 0.0)
-            counters["cost"] += price * self._board.workers.get(island, 0) * elapsed_s / 3600.0
+        board = self._board
+        seconds = {name: board.workers.get(name, 0) * elapsed_s for name in board.membership.members}
+        counters["cost"] += accrue(seconds, board.setup.prices)

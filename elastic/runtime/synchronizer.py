@@ -215,6 +215,8 @@ class Synchronizer:
         with self._lock:
             if self.board.membership.fence(member.island, member.generation) is not None:
                 return
+            if self.board.stopping and self.board.membership.state(member.island) == "live":
+                self.board.stopped.add(member.island)
             self.board.forget(member.island)
             self.board.membership.leave(member.island, member.generation, why=reason)
             self.recorder.left(member, reason)
@@ -236,6 +238,7 @@ class Synchronizer:
                 joined=tuple(sorted(board.joined)),
                 beats=dict(board.beats),
                 workers=dict(board.workers),
+                merged_version=dict(board.merged_version),
                 finished=board.finished,
                 digest=store.digest,
                 validation=store.validation[-1] if store.validation else {},

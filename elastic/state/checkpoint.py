@@ -114,6 +114,22 @@ def find_island(storage: Storage, prefix: str) -> Found:
     return Found("", skipped)
 
 
+def check_islands_of(storage: Storage, prefix: str) -> tuple[int, int, list[Skipped]]:
+    """For the audit: how many checkpoints are complete and right, how many unfinished, and the bad ones."""
+    good, unfinished, bad = 0, 0, []
+    for name, files in _checkpoints(storage, prefix):
+        if _world_size(files) is None:
+            unfinished += 1
+            continue
+        try:
+            for part in _parts(storage, name, files):
+                tensors.verify(storage, part.stored)
+            good += 1
+        except IntegrityError as error:
+            bad.append(Skipped(error.where or name, f"{error.what}; saw {error.saw}"))
+    return good, unfinished, bad
+
+
 def load_island(storage: Storage, name: str, placement: Placement) -> LoadedIsland:
     """Read the rows of `placement` from a checkpoint of any number of ranks, to new CPU tensors.
 

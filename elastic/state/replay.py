@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic.base.errors import IntegrityError
+from elastic.base.errors import ElasticError, IntegrityError
 from elastic.base.ranges import RangeSet
 from elastic.state import tensors
 from elastic.state.records import Lineage, Record
@@ -89,8 +89,7 @@ def load_outer(storage: Storage, lineage: Lineage, fell_back: FallBack | None = 
     for position, (index, file) in reversed([*enumerate(candidates)]):
         instead = candidates[position - 1][1].stored.name if position else "nothing older is left"
         try:
-            held = tensors.load(storage, file.stored)
-            state = _state_of(held, file.stored.name)
+            state, held = load_snapshot(storage, file.stored)
         except IntegrityError as error:
             tell(file.stored.name, _reason(error), instead)
             continue
@@ -110,6 +109,12 @@ def load_outer(storage: Storage, lineage: Lineage, fell_back: FallBack | None = 
         saw=f"{len(candidates)} snapshots named by {len(records)} records",
         fix="restore the files from a copy; a new run needs a new run_folder",
     )
+
+
+def load_snapshot(storage: Storage, stored: Stored) -> tuple[OuterState, Tensors]:
+    """The state that a snapshot holds, and all its tensors; raises IntegrityError if it is not whole."""
+    held = tensors.load(storage, stored)
+    return _state_of(held, stored.name), held
 
 
 def files_of(record: Record) -> Iterator[TensorFile]:
@@ -132,7 +137,14 @@ def apply(storage: Storage, record: Record, state: OuterState) -> None:
         raise IntegrityError(
             "the record names no delta, so nothing leads over this version", where=record.name
         )
-    optimiser = record.body["optimiser"]
+    optimiser = record.body.get("optimiser")
+    if optimiser is None:
+        raise ElasticError(
+            "the record does not say how its step was taken",
+            where=record.name,
+            saw="no `optimiser` in its body",
+            fix="write lr, momentum and codec_down into every outer record",
+        )
     if record.body.get("moved", True):
         merged = tensors.load(storage, deltas[0])
         state.step(merged, optimiser["lr"], optimiser["momentum"], record.body["scale"])

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.base.config import DecoderModel
-from elastic.base.errors import ConfigError
 
 INIT_STD = 0.02
 
@@ -36,27 +35,6 @@ def kv_heads(cfg: DecoderModel) -> int:
 def ffn_width(cfg: DecoderModel) -> int:
     """Width of the SwiGLU layer: as given, else 8/3 of `d_model` rounded up to a multiple of 16."""
     return cfg.ffn_dim or -(-(8 * cfg.d_model) // 48) * 16
-
-
-def shape_problems(cfg: DecoderModel) -> list[str]:
-    """What is wrong with the widths and heads of `cfg`, one sentence each."""
-    problems = []
-    if cfg.d_model % cfg.num_heads:
-        problems.append(
-            f"model.num_heads: {cfg.num_heads} does not divide d_model {cfg.d_model}; "
-            "choose a divisor of d_model"
-        )
-    elif (cfg.d_model // cfg.num_heads) % 2:
-        problems.append(
-            f"model.num_heads: heads of {cfg.d_model // cfg.num_heads} channels cannot be rotated; "
-            "choose d_model / num_heads even"
-        )
-    if cfg.num_heads % kv_heads(cfg):
-        problems.append(
-            f"model.num_kv_heads: {cfg.num_kv_heads} does not divide num_heads {cfg.num_heads}; "
-            "choose a divisor of num_heads"
-        )
-    return problems
 
 
 class Rotary(nn.Module):
@@ -149,9 +127,6 @@ class Decoder(nn.Module):
     """The decoder. `forward(tokens [B, T]) -> logits [B, T, V]`, T at most `seq_len`."""
 
     def __init__(self, cfg: DecoderModel, *, vocab_size: int, seq_len: int) -> None:
-        problems = shape_problems(cfg)
-        if problems:
-            raise ConfigError(problems)
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))

@@ -84,6 +84,16 @@ class TrackedFile:
         self._raw.close()
 
 
+def open_tracked(file: SourceFile) -> TrackedFile:
+    """Open a file for reading. Raises OSError whatever the file system raises."""
+    try:
+        return TrackedFile(file.open())
+    except OSError:
+        raise
+    except Exception as error:  # each cloud's client has its own tree of errors
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 def bad_file(file: SourceFile, what: str, saw: str, fix: str, *, row: int | None = None) -> BadFileError:
     """The error for a file or one row of it; `fix` is completed by the way around it."""
     where = file.name if row is None else f"{file.name}:{row}"

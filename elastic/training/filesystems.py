@@ -10,6 +10,7 @@ import errno
 import fnmatch
 import os
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -71,8 +72,11 @@ def look_at(filesystem: Any, path: str) -> Info | None:
 def version_of(info: Info) -> str:
     """etag or modification time, as text with its name; empty if the place tells neither."""
     for key in _VERSION_KEYS:
-        if info.get(key) is not None:
-            return f"{'etag' if key == 'ETag' else key}:{info[key]}"
+        value = info.get(key)
+        if value is not None:
+            if isinstance(value, datetime):  # a listing may have the same time as a number
+                value = value.timestamp()
+            return f"{key.lower()}:{str(value).strip(chr(34))}"
     return ""
 
 

@@ -54,11 +54,11 @@ def load_hugging_face(cfg: HuggingFaceModel, *, vocab_size: int, seq_len: int) -
         raise ConfigError([f"{where}: model.weights needs the folder that holds the weights, not a file"])
     try:
         config = transformers.AutoConfig.from_pretrained(
-            config_file.parent, local_files_only=True, trust_remote_code=False, _configuration_file=config_file.name
+            config_file, local_files_only=True, trust_remote_code=False
         )
         _check_limits(config, where=where, vocab_size=vocab_size, seq_len=seq_len)
         model = _load(transformers, path, config, weights=cfg.weights, where=where)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError([f"{where}: transformers cannot build a causal LM from it: {error}"]) from error
     return checked(HuggingFaceLM(model), where=where, vocab_size=vocab_size, seq_len=seq_len)
 
@@ -87,7 +87,8 @@ def _load(transformers: Any, path: Path, config: Any, *, weights: bool, where: s
 
 def _check_limits(config: Any, *, where: str, vocab_size: int, seq_len: int) -> None:
     text = config.get_text_config()
-    check_vocabulary(text.vocab_size, vocab_size, where=where)
+    if hasattr(text, "vocab_size"):  # else it is no language model, and building it says so
+        check_vocabulary(text.vocab_size, vocab_size, where=where)
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < seq_len:
         raise ConfigError(

@@ -27,19 +27,17 @@ def build_model(model_cfg: Model, vocab_size: int, seq_len: int, seed: int) -> n
     """Build the model of a job: on the CPU, fp32, the same bits for the same seed.
 
     `vocab_size` is the tokenizer's; the model's own may be larger. Raises ConfigError if the section
-    cannot be met (heads that do not divide, extra not installed, folder or entry not found,
-    vocabulary too small), UserCodeError if the user's own function or forward raises.
+    cannot be met (extra not installed, folder or entry not found, vocabulary too small), UserCodeError if the user's own function or forward raises.
     """
-    if isinstance(model_cfg, DecoderModel):
-        model: nn.Module = Decoder(model_cfg, vocab_size=vocab_size, seq_len=seq_len)
-        model.initialise(torch.Generator().manual_seed(seed))
-        return model
-    if isinstance(model_cfg, HuggingFaceModel):
-        from elastic.training.hf_model import load_hugging_face  # needs the extra
-
-        with seeded(seed):
-            return load_hugging_face(model_cfg, vocab_size=vocab_size, seq_len=seq_len)
     with seeded(seed):
+        if isinstance(model_cfg, DecoderModel):
+            model = Decoder(model_cfg, vocab_size=vocab_size, seq_len=seq_len)
+            model.initialise(torch.Generator().manual_seed(seed))
+            return model
+        if isinstance(model_cfg, HuggingFaceModel):
+            from elastic.training.hf_model import load_hugging_face  # needs the extra
+
+            return load_hugging_face(model_cfg, vocab_size=vocab_size, seq_len=seq_len)
         return _call_entry(model_cfg, vocab_size=vocab_size, seq_len=seq_len)
 
 

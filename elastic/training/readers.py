@@ -23,6 +23,7 @@ from elastic.training.documents import (
     explain,
     missing_column,
     not_text,
+    open_tracked,
     too_large,
 )
 from elastic.training.sources import SourceFile
@@ -50,7 +51,7 @@ def read_documents(
     """
     tracked: TrackedFile | None = None
     try:
-        tracked = TrackedFile(file.open())
+        tracked = open_tracked(file)
         for document in _READERS[file.format.kind](file, tracked, options, skipped):
             if len(document.utf8) > options.max_document_bytes:
                 raise too_large(file, len(document.utf8), options, row=document.row)
@@ -76,7 +77,7 @@ def check_file(file: SourceFile, options: ReadOptions) -> bool:
     """
     tracked: TrackedFile | None = None
     try:
-        tracked = TrackedFile(file.open())
+        tracked = open_tracked(file)
         if file.format.kind == "jsonl":
             return _check_jsonl(file, tracked, options)
         if file.format.kind in ("parquet", "arrow"):

@@ -38,11 +38,17 @@ class Renderer(Protocol):
     def show(self, event: Event) -> None:
         """Take the next event, a dict as `elastic.base.events.make_event` builds it."""
 
-    def tick(self) -> None:
-        """Called now and then, about once a second: a wait without events is shown as such."""
-
     def close(self) -> None:
         """Show the last state and give the stream back."""
+
+
+def open_console(stream: TextIO, every_s: float, *, terminal: bool) -> Renderer:
+    """The renderer for a stream: a table if it is a terminal that can redraw, else lines."""
+    if terminal:
+        return LiveTable(stream)
+    lines = Lines(stream, every_s)
+    lines.tick_every(1.0)
+    return lines
 
 
 def stamp(wall_time: float, zone: tzinfo | None) -> str:
@@ -99,11 +105,24 @@ class Lines:
         self._unshown: Event | None = None
         self._quiet = _Quiet(clock)
         self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def show(self, event: Event) -> None:
         """Take the next event; from any thread."""
         with self._lock:
             self._show(event)
+
+    def tick_every(self, seconds: float) -> None:
+        """Call `tick` from a thread of its own until `close`."""
+
+        def run() -> None:
+            try:
+                while not self._over.wait(seconds):
+                    self.tick()
+            except (OSError, ValueError):
+                return  # the stream is closed; the next event meets that and says so
+
+        threading.Thread(target=run, name="elastic-console", daemon=True).start()
 
     def _show(self, event: Event) -> None:
         self._progress.update(event)
@@ -135,6 +154,7 @@ class Lines:
 
     def close(self) -> None:
         """Write the progress that waited for its turn, and how many facts were held back."""
+        self._over.set()
         with self._lock:
             self._show_progress()
             held = sum(self._held.values())
@@ -200,9 +220,6 @@ class LiveTable:
             style = "yellow" if event["kind"] in ("warning", "refused", "fell_back", "island_lost") else ""
             time_of_day = stamp(_when(event), self._zone)
             self._console.print(Text(f"{time_of_day} {text}", style=style))
-
-    def tick(self) -> None:
-        """Nothing to do: the table is redrawn by itself."""
 
     def close(self) -> None:
         """Draw the last state and leave it on the screen."""

@@ -131,13 +131,20 @@ class EventLog:
                 self._buffer.append(json.dumps(event, allow_nan=False))
                 if len(self._buffer) >= self._flush_every:
                     self._wake.set()
+            self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Pass an event that another process has logged to the listeners of this one."""
+        with self._lock:
             for listener in tuple(self._listeners):
                 try:
                     listener(event)
                 except Exception as error:  # any view, any fault: reported, and the run goes on
                     self._listeners.remove(listener)
                     name = getattr(listener, "__qualname__", type(listener).__name__)
-                    self.emit("warning", {"what": f"{name} failed and is switched off: {error!r}"})
+                    what = f"{name} failed and is switched off: {error!r}"
+                    if not self._closed:
+                        self.emit("warning", {"what": what})
 
     # ------------------------------------------------------------------------------ write
 

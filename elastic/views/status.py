@@ -8,7 +8,6 @@ a reader that looks again and again sees whether the lock's counter moves.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from elastic.base.errors import IntegrityError, RunFolderError
 from elastic.state import layout
 from elastic.state.records import Record, parse_record
-from elastic.views.describe import describe
+from elastic.state.run_file import read_run
+from elastic.views.describe import describe, preparing_text
 from elastic.views.event_log import Event, EventTail, plain
 from elastic.views.format import integer, number, one_line
 from elastic.views.progress import IslandProgress, Progress, Validation, validation_of
@@ -46,6 +46,8 @@ class RunStatus:
     exit_code: int | None
     """Of the last attempt, None while it runs or if it was killed."""
     reason: str
+    preparing: str
+    """How far the corpus is, empty when it is ready."""
     phase: str
     progress: float
     """Committed share of the budget, 0 to 1."""
@@ -107,8 +109,8 @@ class StatusReader:
 
     def read(self) -> RunStatus:
         """The status now."""
-        run_file = self._json(layout.RUN_FILE)
-        if run_file is None:
+        run_file = read_run(self._storage)
+        if run_file is None and not self._storage.list(layout.LOCK):
             raise no_run_error(self._storage)
         for event in self._tail.poll():
             self._progress.update(event)
@@ -118,7 +120,7 @@ class StatusReader:
         self._read_records()
         result = self._json(layout.RESULT_FILE) or {}
         state = self._state(result)
-        return self._status(run_file, result if state == result.get("status") else {}, state)
+        return self._status(run_file or {}, result if state == result.get("status") else {}, state)
 
     # ------------------------------------------------------------------------------- parts
 
@@ -157,15 +159,14 @@ class StatusReader:
     def _state(self, result: dict[str, Any]) -> str:
         epochs = (layout.parse_lock_name(name) for name in self._storage.list(layout.LOCK))
         epoch = max((epoch for epoch in epochs if epoch is not None), default=0)
-        lock = self._json(layout.lock_name(epoch)) or {} if epoch else {}
         beat = self._json(layout.beat_name(epoch)) or {} if epoch else {}
         if (epoch, beat) != self._beat:
             self._beat, self._beat_moved_s = (epoch, beat), self._clock()
-        holder = re.search(r"\d+$", str(lock.get("attempt", "")))
-        attempt = max(self._progress.attempt, int(holder[0]) if holder else 0)
-        if result and integer(result.get("attempt")) >= attempt:
+        # A newer lock than the events know: an attempt that has not written its first events yet.
+        newer = 0 < self._progress.epoch < epoch and not beat.get("released")
+        if result and not newer and integer(result.get("attempt")) >= self._progress.attempt:
             return str(result.get("status"))
-        if self._progress.ended is not None:
+        if self._progress.ended is not None and not newer:
             return self._progress.ended
         if beat.get("released"):
             return "stopped"
@@ -184,7 +185,10 @@ class StatusReader:
                 integer(source.get(name)) for source in (result, counters, start, _as_mapping(progress))
             )
 
+        seq_len = integer(run_file.get("seq_len"))
         committed, sequences = total("committed_sequences"), total("total_sequences")
+        if seq_len:
+            committed = max(committed, total("committed_tokens") // seq_len)
         share = committed / sequences if sequences else 0.0
         wall_s = number(counters.get("wall_s"))
         running = state == "running" and share > 0 and wall_s is not None
@@ -196,6 +200,7 @@ class StatusReader:
             attempt=max(progress.attempt, integer(result.get("attempt"))),
             exit_code=integer(result["exit_code"]) if "exit_code" in result else None,
             reason=str(result.get("reason") or ""),
+            preparing=preparing_text(progress) if state == "running" else "",
             phase=str(body.get("phase") or progress.phase),
             progress=round(share, 6),
             committed_sequences=committed,

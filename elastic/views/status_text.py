@@ -43,6 +43,8 @@ def status_text(status: RunStatus) -> list[str]:
         f" {status.replayed_sequences:,} replayed{left}",
         f"outer      {outer}" + (f", phase {status.phase}" if status.phase else ""),
     ]
+    if status.preparing:
+        lines.append(f"data       {status.preparing.removeprefix('data: ')}")
     if status.validation is not None:
         lines.append(f"validation {_validation_text(status.validation)}")
     lines.append(

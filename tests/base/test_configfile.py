@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ FLEET = "islands:\n  - {name: us, region: us-east}\n  - {name: eu, region: eu-we
 
 
 @pytest.fixture(autouse=True)
-def _work_in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own_with_all_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    real = importlib.util.find_spec
+    extras = {"transformers", "tokenizers", "tiktoken", "s3fs", "gcsfs", "wandb"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in extras or real(name))
 
 
 def write(text: str, name: str = "job.yaml") -> str:
@@ -188,7 +192,7 @@ def test_files_that_are_named_must_exist() -> None:
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket, a tokenizer or a tracker whose package is not installed says which extra brings it."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     Path("ranks").write_text("", "utf-8")
     text = MINIMAL + "run_folder: s3://b/r\ndata:\n  sources: ['gs://b/x', 'https://h/x']\n"
     text += "  tokenizer: {kind: tiktoken, file: ranks, pattern: '.'}\nlogging: {wandb_project: p}\n"

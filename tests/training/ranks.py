@@ -1,8 +1,8 @@
-"""Run one scenario in 1, 2, 3 ... real ranks: `python ranks.py SCENARIO OUT WORLD [WORLD ...]`.
+"""Run the scenarios below in 1, 2, 3 ... real ranks: `python ranks.py OUT WORLD [WORLD ...]`.
 
 torch is imported once and the ranks are forked from here (nothing has used threads or autograd yet),
-so a test costs one import. Rank r of world w writes `OUT/w<w>-r<r>.pt`. Ranks meet through a file, so
-no port has to be free.
+so all scenarios together cost one import. Rank r of world w writes `OUT/w<w>-r<r>.pt`, a dictionary
+from scenario to result. Ranks meet through a file, so no port has to be free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.training.inner import Inner
 from elastic.training.model import build_model
 from elastic.training.shard import compute_dtype_of, rows_of, shard, spoken_rows
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 180.0
 VOCAB, SEQ_LEN = 61, 12  # 61 rows: uneven for every number of ranks but one
 DECODER = config.DecoderModel(
     d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=20, qk_norm=True, tied_head=True
@@ -180,20 +180,19 @@ def bf16(rank: int, world_size: int, mesh: Any) -> dict[str, Any]:
 
 
 def reshard(rank: int, world_size: int, mesh: Any) -> dict[str, Any]:
-    """3 steps, then (from the saved parts of world 2) 3 more in any world; see the test."""
+    """3 steps alone, then 3 more by this world from the state of the first 3."""
+    alone = make("decoder", 0, 1, None)
+    train(alone, 1, [7] * 3)
     inner = make("decoder", rank, world_size, mesh)
-    saved = torch.load(Path(sys.argv[2]) / "halfway.pt")
+    rows = {name: rows_of(parameter) for name, parameter in inner.parameters.items()}
     for name, tensor in inner.local().items():
-        start, stop = rows_of(inner.parameters[name])
-        tensor.copy_(saved["parameters"][name][start:stop])
-    rows = {n: rows_of(p) for n, p in inner.parameters.items()}
-    inner.load_moments(
-        {
-            n: (saved["exp_avg"][n][start:stop], saved["exp_avg_sq"][n][start:stop])
-            for n, (start, stop) in rows.items()
-        },
-        saved["steps"],
-    )
+        start, stop = rows[name]
+        tensor.copy_(alone.local()[name][start:stop])
+    moments = {
+        name: (first[slice(*rows[name])], second[slice(*rows[name])])
+        for name, (first, second) in alone.moments().items()
+    }
+    inner.load_moments(moments, alone.steps)
     train(inner, 9, [7] * 3)
     return {"shapes": inner.shapes, "parameters": part(inner, inner.local()), "steps": inner.steps}
 
@@ -207,24 +206,24 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _rank(scenario: str, out: Path, rank: int, world_size: int) -> None:
+def _rank(out: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     mesh = None
     if world_size > 1:
         meeting = f"file://{out.absolute()}/meet-{world_size}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
         mesh = init_device_mesh("cpu", (world_size,))
-    result = SCENARIOS[scenario](rank, world_size, mesh)
+    result = {name: scenario(rank, world_size, mesh) for name, scenario in SCENARIOS.items()}
     torch.save(result, out / f"w{world_size}-r{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()
 
 
-def main(scenario: str, out: Path, worlds: list[int]) -> int:
+def main(out: Path, worlds: list[int]) -> int:
     """Fork the ranks of each world, one world after the other; 0 if all succeeded."""
     fork = multiprocessing.get_context("fork")
     for world_size in worlds:
-        ranks = [fork.Process(target=_rank, args=(scenario, out, r, world_size)) for r in range(world_size)]
+        ranks = [fork.Process(target=_rank, args=(out, rank, world_size)) for rank in range(world_size)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -239,4 +238,4 @@ def main(scenario: str, out: Path, worlds: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), [int(world) for world in sys.argv[3:]]))
+    sys.exit(main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

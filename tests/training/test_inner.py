@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,15 @@ def _state(inner: Inner) -> str:
     return digest(tensors)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # ------------------------------------------------------------------------------------- shares
 
 
@@ -72,18 +83,27 @@ def test_every_sequence_counts_once_and_passes_match(size: int, world_size: int,
 # --------------------------------------------------------------------------- several workers
 
 
-def _ranks(scenario: str, out: Path, worlds: list[int]) -> dict[int, list[dict[str, Any]]]:
-    """Run a scenario of ranks.py in real ranks; results by world size, then rank."""
-    script = Path(__file__).with_name("ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), scenario, str(out), *map(str, worlds)],
-        capture_output=True,
+Ranks = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """The results of all scenarios of ranks.py in 1, 2 and 3 real ranks, by world size, then rank."""
+    out = tmp_path_factory.mktemp("ranks")
+    worlds = [1, 2, 3]
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("ranks.py")), str(out), *map(str, worlds)],
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
-        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(elastic.__file__).parents[1])},
+        start_new_session=True,  # so that a hang can be ended with all its ranks
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    try:
+        _, errors = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, errors[-4000:]
     return {
         world: [torch.load(out / f"w{world}-r{rank}.pt", weights_only=True) for rank in range(world)]
         for world in worlds
@@ -96,15 +116,14 @@ def _largest_gap(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_one_two_and_three_workers_agree(tmp_path: Path) -> None:
+def test_one_two_and_three_workers_agree(ranks: Ranks) -> None:
     """After 20 steps on uneven and padded batches, parameters, moments, gradients, norms and losses
     of 1, 2 and 3 workers agree within 1e-5, for awkward parameters too; frozen ones did not move.
     """
-    results = _ranks("agree", tmp_path, [1, 2, 3])
     for model in ("decoder", "odd"):
-        alone = results[1][0][model]
-        for world, ranks in results.items():
-            mine = [rank[model] for rank in ranks]
+        alone = ranks[1][0]["agree"][model]
+        for world, results in ranks.items():
+            mine = [rank["agree"][model] for rank in results]
             for what in ("seen", "evaluation", "tiny_evaluation"):
                 assert all(rank[what] == mine[0][what] for rank in mine), f"{world} workers differ in {what}"
             for key in ("parameters", "gradient"):
@@ -117,65 +136,54 @@ def test_one_two_and_three_workers_agree(tmp_path: Path) -> None:
             assert mine[0]["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-6)
             assert mine[0]["tiny_evaluation"] == pytest.approx(alone["tiny_evaluation"], rel=1e-6)
             assert all(rank["frozen_moved"] == [] and rank["steps"] == 20 for rank in mine)
-    odd = [rank["odd"] for rank in results[3]]
+    odd = [rank["agree"]["odd"] for rank in ranks[3]]
     assert odd[0]["frozen"] == ["frozen.weight"]
     assert [rank["rows"]["narrow.weight"] for rank in odd] == [(0, 1), (1, 1), (1, 1)]
     assert [rank["rows"]["embedding.weight"] for rank in odd] == [(0, 21), (21, 42), (42, 61)]
 
 
 @pytest.mark.timeout(300)
-def test_equal_merged_gradients_give_equal_bits_at_any_number_of_workers(tmp_path: Path) -> None:
+def test_equal_merged_gradients_give_equal_bits_at_any_number_of_workers(ranks: Ranks) -> None:
     """The synchronous phase: 30 steps on the same merged gradient end in one digest of parameters
     and moments, whether the island has 1, 2 or 3 workers.
     """
-    results = _ranks("merged", tmp_path, [1, 2, 3])
     digests = set()
-    for ranks in results.values():
-        shapes = ranks[0]["shapes"]
-        tensors = [assemble([rank["parameters"] for rank in ranks], shapes)]
-        tensors += [assemble([rank["moments"][i] for rank in ranks], shapes) for i in (0, 1)]
+    for world in ranks.values():
+        results = [rank["merged"] for rank in world]
+        shapes = results[0]["shapes"]
+        tensors = [assemble([rank["parameters"] for rank in results], shapes)]
+        tensors += [assemble([rank["moments"][i] for rank in results], shapes) for i in (0, 1)]
         digests.add(tuple(map(digest, tensors)))
     assert len(digests) == 1
 
 
 @pytest.mark.timeout(300)
-def test_a_nan_of_one_rank_stops_all_ranks_before_the_step(tmp_path: Path) -> None:
+def test_a_nan_of_one_rank_stops_all_ranks_before_the_step(ranks: Ranks) -> None:
     """A NaN on the last rank raises the same NonFiniteGradient, with its name, on every rank."""
-    ranks = _ranks("poisoned", tmp_path, [3])[3]
-    assert len({rank["message"] for rank in ranks}) == 1
-    assert "blocks.1.ffn.down.weight" in ranks[0]["message"]
-    assert all(rank["same"] and rank["steps"] == 0 for rank in ranks)
+    results = [rank["poisoned"] for rank in ranks[3]]
+    assert len({rank["message"] for rank in results}) == 1
+    assert "blocks.1.ffn.down.weight" in results[0]["message"]
+    assert all(rank["same"] and rank["steps"] == 0 for rank in results)
 
 
 @pytest.mark.timeout(300)
-def test_bf16_passes_keep_fp32_state(tmp_path: Path) -> None:
+def test_bf16_passes_keep_fp32_state(ranks: Ranks) -> None:
     """With bf16 compute, sharded or not, master weights, gradients and moments are fp32."""
-    results = _ranks("bf16", tmp_path, [1, 2])
-    for ranks in results.values():
-        assert all(rank["dtypes"] == ["torch.float32"] for rank in ranks)
+    results = {world: [rank["bf16"] for rank in by_rank] for world, by_rank in ranks.items()}
+    assert all(rank["dtypes"] == ["torch.float32"] for world in results.values() for rank in world)
     np.testing.assert_allclose(results[1][0]["seen"], results[2][0]["seen"], rtol=0.05)
 
 
 @pytest.mark.timeout(300)
-def test_state_of_two_workers_continues_with_three(tmp_path: Path) -> None:
-    """Parameters and moments saved anywhere continue at any number of workers, within 1e-6."""
-    inner = _inner(build_model(DECODER.model_copy(update=RANKS_DECODER), VOCAB, SEQ_LEN, seed=5))
-    _train(inner, range(3))
-    saved = {
-        "parameters": {n: t.clone() for n, t in inner.local().items()},
-        "exp_avg": {n: pair[0].clone() for n, pair in inner.moments().items()},
-        "exp_avg_sq": {n: pair[1].clone() for n, pair in inner.moments().items()},
-        "steps": inner.steps,
-    }
-    torch.save(saved, tmp_path / "halfway.pt")
-    results = _ranks("reshard", tmp_path, [1, 3])
-    straight = {n: t for n, (_, t) in results[1][0]["parameters"].items()}
-    resharded = assemble([rank["parameters"] for rank in results[3]], results[3][0]["shapes"])
-    assert _largest_gap(straight, resharded) < 1e-6
-    assert all(rank["steps"] == 6 for rank in results[3])
+def test_state_continues_at_any_number_of_workers(ranks: Ranks) -> None:
+    """Parameters and moments of one worker continue on 1, 2 and 3 workers alike, within 1e-6."""
+    straight = ranks[1][0]["reshard"]
+    for world in (2, 3):
+        results = [rank["reshard"] for rank in ranks[world]]
+        resharded = assemble([rank["parameters"] for rank in results], straight["shapes"])
+        assert _largest_gap({n: t for n, (_, t) in straight["parameters"].items()}, resharded) < 1e-6
+        assert all(rank["steps"] == 6 for rank in results)
 
-
-RANKS_DECODER = {"num_kv_heads": 1, "qk_norm": True}  # ranks.DECODER, from ours
 
 # ----------------------------------------------------------------------------- one process
 

@@ -30,7 +30,13 @@ def step(number: int, generation: int = 1, loss: object = 2.0) -> Event:
 
 def outer(version: int) -> Event:
     """A version for every 100 tokens."""
-    fields = {"delta_norm": 0.5, "merge_s": 0.1, "bytes_up": 10, "bytes_down": 20, "committed_sequences": version}
+    fields = {
+        "delta_norm": 0.5,
+        "merge_s": 0.1,
+        "bytes_up": 10,
+        "bytes_down": 20,
+        "committed_sequences": version,
+    }
     return event("outer_step", version=version, fragment=0, committed_tokens=version * 100, **fields)
 
 

@@ -82,15 +82,15 @@ def page() -> str:
     lines = [
         "# Events",
         "",
-        "<!-- Written by scripts/write_events_page from elastic/base/events.py. Do not edit. -->",
+        "<!-- Written by scripts/events_page.py from elastic/base/events.py. Do not edit. -->",
         "",
-        "Everything that happens in a run is one line of JSON in `events/<writer>/<number>.jsonl` of the run",
-        "folder. Files are complete when they are visible and never change. Every event has `time` (Unix seconds",
-        "of the writer's own clock, for people only), `writer`, `n` (counts the events of one writer; a gap is an",
-        "`island_progress` that was left out while storage was away) and `kind`. Numbers that are not finite are",
-        "the strings `nan`, `inf` and `-inf`.",
+        "Everything that happens in a run is one line of JSON in `events/<writer>/<number>.jsonl` of the",
+        "run folder. Files are complete when they are visible and never change. Every event has `time`",
+        "(Unix seconds of the writer's own clock, for people only), `writer`, `n` (counts the events of",
+        "one writer; a gap is an `island_progress` that was left out while storage was away) and `kind`.",
+        "Numbers that are not finite are the strings `nan`, `inf` and `-inf`.",
         "",
-        "Writers are named after their attempt, so numbers that repeat after a crash can be told apart. Sort by",
+        "Writers are named after their attempt, so what repeats after a crash can be told apart. Sort by",
         "`time` to read several writers together, but keep the order of `n` within one writer.",
         "",
         "| kind | what it says | fields |",
@@ -108,7 +108,7 @@ def main() -> None:
     """Write the page, or compare it."""
     if sys.argv[1:] == ["--check"]:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-            sys.exit(f"{PAGE.relative_to(ROOT)} is old: run scripts/write_events_page")
+            sys.exit(f"{PAGE.relative_to(ROOT)} is old: run scripts/events_page.py")
         return
     PAGE.write_text(page(), encoding="utf-8")
 

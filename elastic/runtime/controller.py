@@ -1,0 +1,278 @@
+"""The controller of a run: observe, decide, act, record. Read it top to bottom.
+
+`train` opens the run folder, prepares the corpus, connects to the cluster, starts the synchronizer
+and the islands, watches them until the run is over, ends them in order, and always leaves a
+result.json. Decisions come from `elastic.policy`; what happened goes out as events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from elastic.base.config import Fleet, Job
+from elastic.base.errors import EXIT_DONE, ElasticError, LockHeldError
+from elastic.base.resolve import Resolved
+from elastic.exchange.link import Snapshot
+from elastic.policy.cost import over_budget
+from elastic.policy.recovery import Stop
+from elastic.runtime import cluster
+from elastic.runtime.board import RunSetup
+from elastic.runtime.islands import Islands
+from elastic.runtime.metrics import RayMetrics
+from elastic.runtime.preparing import Prepared, prepare_run
+from elastic.runtime.result import Result, read_result
+from elastic.runtime.run_folder import LockKeeper, open_storage
+from elastic.runtime.signals import StopSignals
+from elastic.runtime.synchronizer_handle import SynchronizerHandle
+from elastic.state.storage import Storage
+from elastic.views.event_log import EventLog
+
+LOOK_EVERY_S = 0.5
+STOP_GRACE_S = 15.0
+"""How long islands may take to save themselves after a stop signal."""
+Listener = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Attempt:
+    """One life of the driver."""
+
+    job: Job
+    fleet: Fleet
+    storage: Storage
+    lock: LockKeeper
+    events: EventLog
+    signals: StopSignals
+    listeners: Sequence[Listener]
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(default_factory=time.monotonic)
+    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    prepared: Prepared | None = None
+    last: Snapshot | None = None
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Pass on an event that the synchronizer has logged already."""
+        for listener in self.listeners:
+            listener(event)
+
+
+@dataclass(frozen=True)
+class Over:
+    """Why and how the run ends."""
+
+    status: str
+    exit_code: int
+    reason: str = ""
+    error: BaseException | None = None
+
+
+def train(
+    job: Resolved[Job],
+    fleet: Resolved[Fleet],
+    *,
+    signals: StopSignals,
+    listeners: Callable[[Storage, str], Sequence[Listener]] = lambda storage, run: (),
+    in_ray_job: bool = False,
+) -> Result:
+    """Run or continue a job until it is done, stopped or failed; the result is in the run folder too.
+
+    `listeners(storage, run folder)` are given every event as it happens. Raises ElasticError for
+    whatever makes the run impossible before it has begun.
+    """
+    storage = open_storage(job.value, fleet.value, in_ray_job)
+    lock = LockKeeper(storage)
+    events = EventLog(storage, f"controller-a{lock.epoch}")
+    attempt = Attempt(job.value, fleet.value, storage, lock, events, signals, listeners(storage, storage.url))
+    for listener in attempt.listeners:
+        events.add_listener(listener)
+    try:
+        over = _run(attempt, job)
+    except KeyboardInterrupt as error:
+        over = Over("stopped", 130, "interrupted while starting or ending", error)
+    except ElasticError as error:
+        over = Over("stopped" if error.exit_code == 75 else "failed", error.exit_code, str(error), error)
+    except Exception as error:
+        over = Over("failed", 1, f"{type(error).__name__}: {error}", error)
+    return _end(attempt, over)
+
+
+def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
+    """Everything between the lock and the result."""
+    attempt.prepared = prepared = prepare_run(attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events)
+    if prepared.complete:
+        return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
+    if attempt.signals.received:
+        return _stopped(attempt)
+    with cluster.connected(attempt.fleet, attempt.signals.install):
+        cluster.check_shared(attempt.storage)
+        islands = Islands(attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events)
+        with _synchronizer(attempt, prepared.setup(islands.names)) as synchronizer:
+            islands.start_all(synchronizer.actor)
+            try:
+                over = watch(attempt, synchronizer, islands)
+                if over.status == "stopped":
+                    wind_down(attempt, synchronizer, islands, over)
+                return over
+            finally:
+                islands.end_all()
+                with contextlib.suppress(Exception):  # the run is over; its last figures are a courtesy
+                    attempt.last = synchronizer.close()
+
+
+def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) -> Over:
+    """Observe, decide, act, record, until something ends the run."""
+    metrics = RayMetrics(attempt.job.name)
+    started = attempt.clock()
+    while True:
+        # observe
+        islands.wait(LOOK_EVERY_S)
+        view, events = synchronizer.look()
+        endings = islands.endings(view)
+        # record
+        attempt.last = view
+        for event in events:
+            attempt.show(event)
+        metrics.update(view)
+        # decide
+        over = decide(attempt, view, islands)
+        decisions = [(name, *islands.decide(name, ending)) for name, ending in endings]
+        # act
+        for name, ending, decision in decisions:
+            synchronizer.declare_lost(name, ending.what or ending.kind)
+            if isinstance(decision, Stop):
+                over = over or Over(
+                    "stopped" if decision.exit_code == 75 else "failed", decision.exit_code, decision.reason
+                )
+        if over is not None:
+            return over
+        islands.restart_due(synchronizer.actor)
+        if len(view.joined) < len(islands.names) and attempt.clock() - started > attempt.fleet.start_timeout_s:
+            if len(view.joined) < attempt.fleet.min_islands:
+                raise islands.late(view.joined)
+            synchronizer.begin()
+
+
+def decide(attempt: Attempt, view: Snapshot, islands: Islands) -> Over | None:
+    """What ends a run, apart from an island's own ending."""
+    if view.finished and islands.all_ended():
+        return Over("done", EXIT_DONE)
+    if view.failure:
+        code = 75 if view.storage_failed else 1
+        return Over("stopped" if code == 75 else "failed", code, f"the synchronizer stopped: {view.failure}")
+    if attempt.signals.received:
+        return _stopped(attempt)
+    if attempt.lock.lost:
+        raise LockHeldError(attempt.lock.lost)
+    spent = over_budget(attempt.job.budget, view.counters["wall_s"] / 3600.0, view.counters["cost"])
+    if spent is not None:
+        return Over("stopped", spent.exit_code, spent.reason)
+    return None
+
+
+def wind_down(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands, over: Over) -> None:
+    """Let the islands save themselves: resumable, within `STOP_GRACE_S`."""
+    received = attempt.signals.received
+    attempt.events.emit("run_stopping", {"reason": over.reason, "signal": received.name if received else ""})
+    synchronizer.stop(over.reason)
+    deadline = attempt.clock() + STOP_GRACE_S
+    while not islands.all_ended() and attempt.clock() < deadline:
+        islands.wait(LOOK_EVERY_S)
+        view, events = synchronizer.look()
+        islands.endings(view)
+        attempt.last = view
+        for event in events:
+            attempt.show(event)
+    if not islands.all_ended():
+        what = f"not every island saved itself within {STOP_GRACE_S:g} s; their last checkpoints stand"
+        attempt.events.emit("warning", {"what": what})
+
+
+@contextlib.contextmanager
+def _synchronizer(attempt: Attempt, setup: RunSetup) -> Iterator[SynchronizerHandle]:
+    """The synchronizer's actor, for as long as the block lasts."""
+    handle = SynchronizerHandle(attempt.fleet, setup, attempt.storage)
+    try:
+        handle.open()
+        yield handle
+    finally:
+        handle.kill()
+
+
+def _stopped(attempt: Attempt) -> Over:
+    name = attempt.signals.received.name if attempt.signals.received else ""
+    return Over("stopped", attempt.signals.exit_code, f"{name}: the same command continues the run")
+
+
+def _end(attempt: Attempt, over: Over) -> Result:
+    """The last event, result.json, the lock; then the error, if there was one, goes on its way."""
+    result = _result(attempt, over)
+    problems: list[BaseException] = []
+    fields = {"status": over.status, "exit_code": over.exit_code, "reason": over.reason}
+    for step in (
+        lambda: attempt.events.emit("run_ended", fields),
+        attempt.events.close,
+        lambda: None if _is_complete_already(attempt) else result.write(attempt.storage),
+        attempt.lock.release,
+    ):
+        try:
+            step()
+        except Exception as error:  # every step is tried; the first problem is raised below
+            problems.append(error)
+    if over.error is not None:
+        raise over.error
+    if problems:
+        raise problems[0]
+    return result
+
+
+def _is_complete_already(attempt: Attempt) -> bool:
+    """A finished run that was started again keeps its result."""
+    return bool(attempt.prepared and attempt.prepared.complete) and read_result(attempt.storage) is not None
+
+
+def _result(attempt: Attempt, over: Over) -> Result:
+    """What the run came to, from the last look at the synchronizer or from the records."""
+    prepared, view = attempt.prepared, attempt.last
+    counters = dict(view.counters if view else prepared.counters if prepared else {})
+    validation = dict(view.validation if view else prepared.validation if prepared else {})
+    final = validation if validation.get("final") else {}
+    whole = {name: int(counters.get(name, 0)) for name in _WHOLE}
+    return Result(
+        status=over.status,
+        exit_code=over.exit_code,
+        reason=over.reason,
+        run=prepared.run if prepared else "",
+        run_folder=attempt.storage.url,
+        attempt=attempt.lock.epoch,
+        islands=len(view.joined) if view else len(attempt.fleet.islands),
+        committed_sequences=view.committed_sequences if view else prepared.committed if prepared else 0,
+        total_sequences=prepared.total_sequences if prepared else 0,
+        final_val_loss=final.get("loss"),
+        final_val_nats_per_byte=final.get("nats_per_byte"),
+        validation_bytes=prepared.info.validation.bytes if prepared else 0,
+        versions=[view.version if view else prepared.version if prepared else 0],
+        digest=view.digest if view else prepared.digest if prepared else "",
+        hours=counters.get("wall_s", 0.0) / 3600.0,
+        cost=counters.get("cost", 0.0),
+        wall_s=attempt.clock() - attempt.began,
+        started=attempt.started,
+        ended=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **whole,
+    )
+
+
+_WHOLE = (
+    "outer_steps",
+    "synchronous_steps",
+    "committed_tokens",
+    "replayed_sequences",
+    "bytes_up",
+    "bytes_down",
+    "bytes_up_warmup",
+    "bytes_down_warmup",
+)

@@ -1,0 +1,113 @@
+"""The digests that islands reported, against the digests of the records."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from elastic.base.errors import IntegrityError
+from elastic.state.audit_records import Check, verdict
+from elastic.state.layout import EVENTS, parse_record_name
+from elastic.state.records import Lineage, Record, parse_record
+from elastic.state.storage import Storage
+
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Somebody held or announced a version with this digest."""
+
+    kind: str
+    who: str
+    fragment: int
+    version: int
+    digest: str
+    name: str
+
+
+@dataclass(frozen=True)
+class StoredEvents:
+    """What the events say about digests, and the lines that are no events."""
+
+    reported: list[Reported] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+
+def read_digests(storage: Storage) -> StoredEvents:
+    """Read all segments of events, a few at a time, and keep the digests of versions."""
+    events = StoredEvents()
+    names = [name for name in storage.list(EVENTS) if name.endswith(".jsonl")]
+    for first in range(0, len(names), _AT_ONCE):
+        for name, data in storage.read_many(names[first : first + _AT_ONCE]).items():
+            for number, line in enumerate(data.splitlines(), start=1):
+                try:
+                    _take(json.loads(line), name, events)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    events.damaged.append(f"{name}:{number}: not an event ({type(error).__name__}: {error})")
+    return events
+
+
+def _take(event: dict, name: str, events: StoredEvents) -> None:
+    kind = event["kind"]
+    if kind in ("adopted", "island_joined", "outer_step") and event.get("digest"):
+        who = event.get("island", event["writer"])
+        version, fragment = int(event["version"]), int(event.get("fragment", 0))
+        events.reported.append(Reported(kind, str(who), fragment, version, str(event["digest"]), name))
+
+
+def check_digests(events: StoredEvents, lineage: Lineage, storage: Storage) -> Check:
+    """Every version that an island held, or that was announced, is the recorded one, bit for bit."""
+    problems = list(events.damaged)
+    branches = _readable(lineage, storage)
+    known: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for record in [*lineage.records, *branches]:
+        if "digest" in record.body:
+            known[record.body.get("fragment", 0), record.body.get("version", 0)].add(record.body["digest"])
+    newest = lineage.records[-1].body["versions"] if lineage.records else [0]
+    redone = _redone_after(lineage)
+    compared, branched, unknown = 0, 0, 0
+    for seen in events.reported:
+        digests = known.get((seen.fragment, seen.version), set())
+        if seen.digest in digests:
+            compared += 1
+        elif seen.version > redone:
+            branched += 1  # an attempt whose last records were lost or belong to an abandoned branch
+        elif seen.version > newest[seen.fragment]:
+            problems.append(
+                f"{seen.name}: version {seen.version} was announced by {seen.who}, but the records end at "
+                f"{newest[seen.fragment]}; the newest records are lost"
+            )
+        elif not digests:
+            unknown += 1
+        else:
+            problems.append(
+                f"{seen.name}: {seen.who} held version {seen.version} with digest {seen.digest[:12]}..., "
+                f"the record says {min(digests)[:12]}...; it trained from other parameters"
+            )
+    good = f"{compared} reports of versions agree with the records"
+    good += f"; {branched} of redone versions" if branched else ""
+    good += f"; {unknown} of versions without a recorded digest" if unknown else ""
+    return verdict("digests", problems, good)
+
+
+def _readable(lineage: Lineage, storage: Storage) -> list[Record]:
+    found: list[Record] = []
+    for name, data in storage.read_many(lineage.abandoned).items():
+        try:
+            found.append(parse_record(name, data))
+        except IntegrityError:
+            continue  # an earlier fall-back named it; it is not part of the state
+    return found
+
+
+def _redone_after(lineage: Lineage) -> float:
+    """The lowest version after which some attempt's records were abandoned and its steps done again."""
+    lowest = float("inf")
+    abandoned = [key for name in lineage.abandoned if (key := parse_record_name(name))]
+    for before, record in zip(lineage.records, lineage.records[1:], strict=False):
+        forked = record.kind == "resume" and any(e == before.epoch and s > before.seq for e, s in abandoned)
+        if forked:
+            lowest = min(lowest, *before.body["versions"])
+    return lowest
