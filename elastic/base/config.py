@@ -373,8 +373,8 @@ class Fleet(Section):
     """Region of the synchronizer. Derived: the driver's own node."""
     islands: Annotated[list[Island], Field(min_length=1)]
     """The islands."""
-    min_islands: Positive = 1
-    """Fewer islands than this, and the run waits."""
+    min_islands: Positive | None = None
+    """The run starts with this many of its islands, or not at all. Derived: all of them."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for `min_islands` to join."""
     worker_env: dict[str, str] = {}
@@ -398,7 +398,7 @@ class Fleet(Section):
 
     @model_validator(mode="after")
     def _minimum_exists(self) -> Fleet:
-        if self.min_islands > len(self.islands):
+        if self.min_islands is not None and self.min_islands > len(self.islands):
             why = f"min_islands {self.min_islands} is above the number of islands, {len(self.islands)}"
             raise mistake(why, "min_islands")
         return self

@@ -105,6 +105,7 @@ def resolve_fleet(fleet: Fleet, given: Given | None = None) -> Resolved[Fleet]:
     """The fleet with all derived values; `given` as in `resolve_job`."""
     derive: dict[Path, tuple[object, str]] = {
         ("control_region",): (None, "the driver's own node"),
+        ("min_islands",): (len(fleet.islands), f"all {len(fleet.islands)} islands"),
     }
     for i, island in enumerate(fleet.islands):
         threads = max(1, int(island.cpus_per_worker))

@@ -39,7 +39,7 @@ def train_command(job_file: Path, fleet_file: Path, overrides: Sequence[str], js
     if json:
         print(json_format.dumps(result.to_json()))
     else:
-        from elastic.views.console import summary
+        from elastic.views.summary import summary
 
         print("\n".join(summary(result.to_json(), shlex.quote(result.run_folder))))
     sys.exit(result.exit_code)

@@ -53,6 +53,8 @@ class Hello:
     """Versions of the libraries that must agree: elastic, torch."""
     parameters: str
     """Fingerprint of the trainable parameters' names and shapes."""
+    step: int = 0
+    """Inner steps of its checkpoint, 0 without one."""
     base_version: int = -1
     """Version its checkpoint trained from; -1 without a checkpoint."""
     claims: RangeSet = RangeSet()

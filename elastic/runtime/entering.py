@@ -36,6 +36,7 @@ def enter(rank: IslandRank) -> bool:
         device=rank.device,
         versions=dict(rank.versions),
         parameters=parameter_fingerprint(rank.parameters),
+        step=saved.step if saved else rank.step,
         base_version=saved.version if saved else -1,
         claims=saved.held | saved.rest if saved else RangeSet(),
     )

@@ -68,7 +68,7 @@ class Islands:
 
     def _start(self, running: Running, synchronizer: Any) -> None:
         island, job = running.island, self._prepared.job
-        workers = {"min": island.workers.min, "max": island.workers.max}
+        workers = [island.workers.min, island.workers.max]
         self._events.emit(
             "island_starting", {"island": island.name, "region": island.region, "workers": workers}
         )

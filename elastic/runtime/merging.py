@@ -205,7 +205,7 @@ class Merging:
                 if changed:
                     self._recorder.emit(
                         "phase_changed",
-                        {"phase": phase, "version": version, "digest": store.digest, "islands": digests},
+                        {"phase": phase, "version": version, "digest": store.digest, "islands": sorted(digests)},
                     )
 
         return work

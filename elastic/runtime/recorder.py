@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.base.events import EventSink, make_event
-from elastic.exchange.link import Beat, Member
+from elastic.exchange.link import Beat, Hello, Member
 from elastic.policy.cost import accrue
 from elastic.runtime.board import Board
 from elastic.runtime.versions import library_versions
@@ -52,6 +52,21 @@ class Recorder:
         self.emit(
             "island_lost",
             {"island": island, "generation": generation, "reason": reason, "returned_sequences": returned},
+        )
+
+    def entered(self, member: Member, hello: Hello, digest: str) -> None:
+        """An island was let in; it writes this fact itself once it has checked what it received."""
+        self.show(
+            "island_joined",
+            {
+                "island": member.island,
+                "generation": member.generation,
+                "workers": hello.workers,
+                "device": hello.device,
+                "version": self._board.version,
+                "digest": digest,
+                "resumed_step": hello.step,
+            },
         )
 
     def left(self, member: Member, reason: str) -> None:

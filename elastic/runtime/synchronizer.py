@@ -105,7 +105,7 @@ class Synchronizer:
                     board.waiting.add(name)  # it was out of data and comes back
                 self._admit()
                 if name not in board.waiting and not self._merging.busy:
-                    return self._entry(name)
+                    return self._entry(member, hello)
                 left = deadline - self._clock()
                 if left <= 0:
                     return None
@@ -337,8 +337,10 @@ class Synchronizer:
 
     # ================================================================================== helpers
 
-    def _entry(self, name: str) -> Entry:
-        board, store = self.board, self.store
+    def _entry(self, member: Member, hello: Hello) -> Entry:
+        board, store, name = self.board, self.store, member.island
+        if member.rank == 0:
+            self.recorder.entered(member, hello, store.digest)
         tensors = pack_encoded(store.state.published, "fp32")
         self._count_bytes("down", tensors.nbytes)
         synchronous = board.phase == "synchronous"

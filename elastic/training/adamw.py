@@ -73,9 +73,7 @@ class AdamW:
             torch._foreach_add_(p, update)
 
 
-def _buckets(
-    parameters: Mapping[str, Tensor], decayed: frozenset[str]
-) -> Iterator[tuple[list[str], bool]]:
+def _buckets(parameters: Mapping[str, Tensor], decayed: frozenset[str]) -> Iterator[tuple[list[str], bool]]:
     """Cut the names into runs that share their weight decay and hold a bounded number of elements."""
     for decay in (True, False):
         names: list[str] = []

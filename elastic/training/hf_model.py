@@ -79,8 +79,10 @@ def _load(transformers: Any, path: Path, config: Any, *, weights: bool, where: s
         names = sorted(map(str, info.get(problem) or ()))
         if names:
             raise ConfigError(
-                [f"{where}: weights and config.json do not fit: {len(names)} {problem.replace('_', ' ')}, "
-                 f"first {names[0]}"]
+                [
+                    f"{where}: weights and config.json do not fit: {len(names)} {problem.replace('_', ' ')}, "
+                    f"first {names[0]}"
+                ]
             )
     return model
 

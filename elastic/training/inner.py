@@ -190,7 +190,8 @@ class Inner:
         """Replace the gradient by these rows (merged over islands). Names and shapes must match."""
         _check(rows, self.local(), "gradients")
         self._gradients = {
-            name: rows[name].to(device=self.device, dtype=torch.float32, copy=True) for name in self.parameters
+            name: rows[name].to(device=self.device, dtype=torch.float32, copy=True)
+            for name in self.parameters
         }
 
     # ------------------------------------------------------------------------- evaluation
@@ -251,7 +252,9 @@ class Inner:
     @contextmanager
     def _random_state(self) -> Iterator[None]:
         """Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state."""
-        seed = int(np.random.SeedSequence((self._seed, self.steps, self.rank)).generate_state(1, np.uint64)[0])
+        seed = int(
+            np.random.SeedSequence((self._seed, self.steps, self.rank)).generate_state(1, np.uint64)[0]
+        )
         if self.device.type == "cpu":
             with torch.random.fork_rng(devices=[]):
                 torch.random.default_generator.manual_seed(seed)

@@ -125,7 +125,9 @@ def checked(model: nn.Module, *, where: str, vocab_size: int, seq_len: int) -> n
     meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if meta:
         raise UserCodeError(
-            "a parameter has no values", where=where, saw=f"{meta[0]} on the meta device",
+            "a parameter has no values",
+            where=where,
+            saw=f"{meta[0]} on the meta device",
             fix="build the model on the CPU",
         )
     model = model.to(device="cpu").float()
@@ -145,7 +147,9 @@ def checked(model: nn.Module, *, where: str, vocab_size: int, seq_len: int) -> n
     if not isinstance(logits, Tensor) or logits.ndim != 3 or tuple(logits.shape[:2]) != expected:
         saw = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserCodeError(
-            "forward(tokens [B, T]) must return logits [B, T, V]", where=where, saw=f"{saw} for B, T = {expected}",
+            "forward(tokens [B, T]) must return logits [B, T, V]",
+            where=where,
+            saw=f"{saw} for B, T = {expected}",
             fix="return the logits as one tensor",
         )
     check_vocabulary(logits.shape[-1], vocab_size, where=where)

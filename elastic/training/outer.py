@@ -42,7 +42,9 @@ def merge(deltas: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> T
     NonFiniteTensor, by name, for Inf or NaN.
     """
     if not deltas or len(deltas) != len(weights):
-        raise MergeError("a merge needs one weight per contribution", saw=f"{len(deltas)}, {len(weights)} weights")
+        raise MergeError(
+            "a merge needs one weight per contribution", saw=f"{len(deltas)}, {len(weights)} weights"
+        )
     total = math.fsum(weights)
     if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
         raise MergeError("weights must be finite, not negative, and not all zero", saw=str(list(weights)))
@@ -155,7 +157,9 @@ def _assemble_one(
     for start, rows in pieces:
         if tuple(rows.shape[1:]) != shape[1:] or rows.dtype != pieces[0][1].dtype:
             raise MergeError(
-                "rows of another shape or type", where=name, saw=f"{list(rows.shape)} {rows.dtype}",
+                "rows of another shape or type",
+                where=name,
+                saw=f"{list(rows.shape)} {rows.dtype}",
                 fix=f"rows of {list(shape)} {pieces[0][1].dtype}",
             )
         if start != covered:
@@ -189,7 +193,9 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def delta_norm(tensors: Mapping[str, Tensor]) -> float:
     """Euclidean norm of a delta (or a gradient), all tensors together, summed in fp64."""
-    squares = [float(torch.linalg.vector_norm(tensors[name], dtype=torch.float64)) ** 2 for name in sorted(tensors)]
+    squares = [
+        float(torch.linalg.vector_norm(tensors[name], dtype=torch.float64)) ** 2 for name in sorted(tensors)
+    ]
     return math.sqrt(math.fsum(squares))
 
 

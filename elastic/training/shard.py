@@ -38,7 +38,9 @@ def shard(model: nn.Module, mesh: DeviceMesh | None, compute_dtype: torch.dtype)
     if mesh.ndim != 1:
         raise ValueError(f"shard needs a mesh of one dimension, got {mesh.ndim}: {mesh}")
     whole = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else _current_device(mesh.device_type)
+    device = (
+        torch.device(mesh.device_type) if mesh.device_type == "cpu" else _current_device(mesh.device_type)
+    )
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     policy = MixedPrecisionPolicy()

@@ -260,13 +260,13 @@ def test_a_wrong_fleet_is_exit_code_2(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @unit
-def test_this_machine_can_be_looked_at() -> None:
+def test_this_machine_can_be_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All checks run here, each has a name and something it saw, and nothing is left in the folder."""
-    before = sorted(Path.cwd().iterdir())
+    monkeypatch.chdir(tmp_path)
     checks = machine.machine_checks(islands=2, workers=2)
     statuses(*checks)
     assert all(check.name and check.saw for check in checks)
-    assert sorted(Path.cwd().iterdir()) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.ray

@@ -69,11 +69,11 @@ def batches(seed: int, sizes: list[int]) -> list[np.ndarray]:
     return made
 
 
-def make(
-    model: str, rank: int, world_size: int, mesh: Any, dtype: str = "fp32", **changes: Any
-) -> Inner:
+def make(model: str, rank: int, world_size: int, mesh: Any, dtype: str = "fp32", **changes: Any) -> Inner:
     """An `Inner` of this rank, batch 7, micro-batch 2."""
-    cfg = config.Inner(**{"batch_sequences": 7, "micro_batch_sequences": 2, "compute_dtype": dtype, **changes})
+    cfg = config.Inner(
+        **{"batch_sequences": 7, "micro_batch_sequences": 2, "compute_dtype": dtype, **changes}
+    )
     built = build_model(MODELS[model], VOCAB, SEQ_LEN, seed=5)
     shard(built, mesh, compute_dtype_of(cfg.compute_dtype, "cpu"))
     return Inner(built, cfg, rank=rank, world_size=world_size, mesh=mesh)

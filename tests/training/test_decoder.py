@@ -17,7 +17,9 @@ VOCAB, SEQ_LEN = 31, 16
 
 
 def _cfg(**changes: object) -> DecoderModel:
-    return DecoderModel.model_validate({"d_model": 24, "num_layers": 2, "num_heads": 4, "ffn_dim": 20, **changes})
+    return DecoderModel.model_validate(
+        {"d_model": 24, "num_layers": 2, "num_heads": 4, "ffn_dim": 20, **changes}
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from elastic.training.outer import digest
 
 pytestmark = pytest.mark.unit
 
-SOURCE = '''
+SOURCE = """
 import torch
 from torch import nn
 
@@ -69,7 +69,7 @@ def meta(*, vocab_size, seq_len):
         return Tiny(vocab_size, 4)
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture

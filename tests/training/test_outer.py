@@ -151,7 +151,9 @@ def test_a_snapshot_and_the_deltas_after_it_replay_to_the_same_bits() -> None:
     for step in range(3):
         state.step(_random(step + 1), lr=0.7, momentum=0.9)
         state.publish("bf16")
-    copy = OuterState(*({n: t.clone() for n, t in d.items()} for d in (state.theta, state.momentum, state.published)))
+    copy = OuterState(
+        *({n: t.clone() for n, t in d.items()} for d in (state.theta, state.momentum, state.published))
+    )
     for step in range(3, 6):
         for each in (state, copy):
             each.step(_random(step + 1), lr=0.7, momentum=0.9)
@@ -281,7 +283,11 @@ def test_digest_sees_names_shapes_types_and_bits() -> None:
 
 def test_digest_is_stable() -> None:
     """The digest of known values is pinned: records of old runs must stay checkable."""
-    tensors = {"a": torch.tensor([[1.0, -2.0]]), "b": torch.tensor(0.5), "c": torch.ones(1, dtype=torch.bfloat16)}
+    tensors = {
+        "a": torch.tensor([[1.0, -2.0]]),
+        "b": torch.tensor(0.5),
+        "c": torch.ones(1, dtype=torch.bfloat16),
+    }
     assert digest(tensors) == "4965562fa079965ae05d878554024355a6ebd788ac80cffb8483b0e177f5dd3e"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from datetime import timezone
 
 import pytest
 from rich.console import Console
 
 from elastic.base.events import KINDS, make_event
-from elastic.views.console import Lines, LiveTable
+from elastic.views.console import Lines, LiveTable, open_console
 from elastic.views.describe import describe
 from elastic.views.event_log import Event
 from elastic.views.summary import summary
@@ -244,6 +245,42 @@ def test_a_silent_wait_is_said(clock: Clock) -> None:
         f"12:01:00 no event for 1m00s, the last was: {placed}",
         f"12:01:30 no event for 1m30s, the last was: {placed}",
     ]
+
+
+def test_lines_tick_by_themselves_until_they_are_closed(clock: Clock) -> None:
+    """`open_console` off a terminal needs nobody to call `tick`; a closed stream ends the thread quietly."""
+    stream = io.StringIO()
+    before = threading.active_count()
+    console = open_console(stream, 10.0, terminal=False)
+    assert threading.active_count() == before + 1
+    console.show(clock.event("warning", what="x"))
+    console.close()
+    assert "warning: x" in stream.getvalue()
+    said = threading.Event()
+    closed = Lines(Closed(said), clock=clock)
+    clock.now = 60.0
+    closed.tick_every(0.001)
+    assert said.wait(10)
+
+
+class Closed(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def write(self, text: str) -> int:
+        """Nobody reads."""
+        self.asked.set()
+        raise BrokenPipeError
+
+
+def test_a_terminal_gets_the_table() -> None:
+    """`open_console` chooses by what the command line says of the stream."""
+    console = open_console(io.StringIO(), 10.0, terminal=True)
+    assert isinstance(console, LiveTable)
+    console.close()
 
 
 # ------------------------------------------------------------------------------------------ table

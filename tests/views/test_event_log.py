@@ -248,6 +248,22 @@ def test_listeners_hear_everything_and_a_broken_one_is_switched_off(storage: Fla
     assert any("broken failed and is switched off: OSError('no terminal')" in str(what) for what in heard)
 
 
+def test_events_of_other_processes_reach_listeners_and_are_not_logged_again(storage: FlakyStorage) -> None:
+    """`tell` passes on what the synchronizer has logged, with the same guard against a broken view."""
+    heard: list[object] = []
+
+    def broken(event: dict[str, object]) -> None:
+        raise BrokenPipeError
+
+    with EventLog(storage, "controller-a1") as log:
+        log.add_listener(broken)
+        log.add_listener(lambda event: heard.append(event["what"]))
+        log.tell({"time": 1.0, "writer": "synchronizer-a1", "n": 7, "kind": "warning", "what": "theirs"})
+    assert "theirs" in heard
+    (mine,) = read_events(storage)
+    assert "broken failed and is switched off: BrokenPipeError()" in str(mine["what"])
+
+
 def test_nothing_is_emitted_after_close(storage: FlakyStorage) -> None:
     """An event that could not be written any more is an error, not a silent loss."""
     log = EventLog(storage, "w")

@@ -65,7 +65,7 @@ class Run:
         """One durable record; a version commits 1000 sequences."""
         assert self.records is not None
         counters = {
-            "outer_steps": version, "synchronous_steps": 200, "replayed_sequences": 3, "wall_s": 10.0 * version,
+            "outer_steps": version, "synchronous_steps": 200, "replayed_sequences": 3, "wall_s": 10 * version,
             "bytes_up": version * 10**6, "bytes_down": version * 10**6, "bytes_up_warmup": 10**6,
             "bytes_down_warmup": 10**6, "committed_tokens": version * 1000 * 256,
         }  # fmt: skip
