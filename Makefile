@@ -25,8 +25,9 @@ bench: setup ## benchmarks; they write the tables in docs/
 drills: setup ## long runs with faults
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/drills
 
-docs: setup ## write docs/reference from the configuration models
+docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/reference_docs.py
+	$(BIN)/python scripts/events_page.py
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
@@ -36,9 +37,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV); torch and ray are large, this takes a few minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) with what the checks need; this takes a few minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,tiktoken]'
 	touch $(VENV)/.base $@

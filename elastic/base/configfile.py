@@ -120,7 +120,7 @@ def _given(tree: Tree) -> Given:
             if place is not None:
                 if end < len(path) and isinstance(_at(tree.data, path[:end]), dict):
                     return None  # the section is there, this key of it is not
-                return ("override" if place.override else "file"), str(place)
+                return ("file" if place.override is None else "override"), str(place)
         return None
 
     return given

@@ -67,6 +67,8 @@ def find_key(model: type[BaseModel], data: Any, key: str) -> schema.Path:
             raise ValueError(f"unknown key '{name}'{f' in {above}' if above else ''}; {hint}")
         elif here is None and not schema.is_free_mapping(annotation):
             raise ValueError(f"'{above}' is a value; there is no '{name}' in it")
+        elif data is not None and not isinstance(data, Mapping):  # as the short form `workers: 2`
+            raise ValueError(f"'{above}' is {schema.value_text(data)} without keys; override it whole")
         path = (*path, step)
         annotation, data = schema.step(annotation, data, step), schema.child(data, step)
     return path

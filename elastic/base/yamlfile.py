@@ -23,10 +23,10 @@ class Place:
     file: str
     line: int = 0
     column: int = 0
-    override: str = ""
+    override: str | None = None
 
     def __str__(self) -> str:
-        if self.override:
+        if self.override is not None:
             return f"override '{self.override}'"
         return f"{self.file}:{self.line}:{self.column}"
 

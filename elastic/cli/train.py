@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json as json_format
 import os
 import shlex
@@ -9,50 +10,70 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from elastic.base.config import Fleet, Job
 from elastic.base.configfile import load_both
+
+if TYPE_CHECKING:
+    from elastic.state.storage import Storage
 
 
 def train_command(job_file: Path, fleet_file: Path, overrides: Sequence[str], json: bool) -> None:
     """Train to the end, or until stopped; exits with the run's code."""
     job, fleet = load_both(job_file, fleet_file, overrides)
+    in_ray_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    check_first(job.value, fleet.value, in_ray_job)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
     from elastic.runtime.controller import train
     from elastic.runtime.signals import StopSignals
+    from elastic.views.event_log import plain
 
     signals = StopSignals()
     signals.install()
     with ExitStack() as stack:
 
-        def listeners(storage: Any, run_folder: str) -> list[Any]:
-            return _views(job.value, storage, run_folder, stack, quiet=json)
+        def listeners(storage: Storage) -> list[Any]:
+            return _views(job.value, storage, stack, quiet=json)
 
         result = train(
             job,
             fleet,
             signals=signals,
             listeners=listeners,
-            in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
+            in_ray_job=in_ray_job,
         )
     if json:
-        print(json_format.dumps(result.to_json()))
+        print(json_format.dumps(plain(result.to_json())))
     else:
         from elastic.views.summary import summary
 
-        print("\n".join(summary(result.to_json(), shlex.quote(result.run_folder))))
+        print("\n".join(summary(result.to_json(), shlex.quote(result.run_folder))), flush=True)
+    if result.status == "failed":
+        print(result.reason, file=sys.stderr)  # the traceback of the user's code comes last
     sys.exit(result.exit_code)
 
 
-def _views(job: Any, storage: Any, run_folder: str, stack: ExitStack, quiet: bool) -> list[Any]:
+def check_first(job: Job, fleet: Fleet, in_ray_job: bool) -> None:
+    """Whatever can be refused without torch and Ray, whose imports alone take seconds."""
+    from elastic.runtime.run_folder import open_storage, refuse_other_job
+    from elastic.training.listing import check_sources
+
+    storage = open_storage(job, fleet, in_ray_job)
+    refuse_other_job(storage, job)
+    check_sources(job.data)
+
+
+def _views(job: Job, storage: Storage, stack: ExitStack, quiet: bool) -> list[Any]:
     """The console and the sinks that the job asks for; the stack closes them."""
-    from elastic.views.console import Lines, LiveTable
+    from elastic.views.console import open_console
     from elastic.views.sinks import TensorBoardSink, WandbSink
 
     views: list[Any] = []
     if not quiet:
-        console = LiveTable(sys.stdout) if sys.stdout.isatty() else Lines(sys.stdout, job.logging.every_s)
+        terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        console = open_console(sys.stdout, job.logging.every_s, terminal=terminal)
         stack.callback(console.close)
         views.append(console.show)
     if job.logging.tensorboard:
@@ -60,7 +81,8 @@ def _views(job: Any, storage: Any, run_folder: str, stack: ExitStack, quiet: boo
         stack.callback(board.close)
         views.append(board)
     if job.logging.wandb_project:
-        wandb = WandbSink(job.logging.wandb_project, job.name, job.model_dump(mode="json"))
+        run_id = hashlib.sha256(storage.url.encode()).hexdigest()[:16]  # one W&B run for all attempts
+        wandb = WandbSink(job.logging.wandb_project, f"{job.name}-{run_id}", job.model_dump(mode="json"))
         stack.callback(wandb.close)
         views.append(wandb)
     return views

@@ -219,7 +219,12 @@ class Link(Protocol):
         """Hand in one rank's rows."""
 
     def fetch(
-        self, member: Member, kind: Literal["version", "gradient"], fragment: int, number: int, timeout_s: float
+        self,
+        member: Member,
+        kind: Literal["version", "gradient"],
+        fragment: int,
+        number: int,
+        timeout_s: float,
     ) -> Packet | Donate | None:
         """Version `number` (or a later one), or the gradient of that step; None: not yet."""
 

@@ -44,7 +44,9 @@ def pack_encoded(tensors: Mapping[str, torch.Tensor], codec: Codec) -> Wire:
 def to_array(tensor: torch.Tensor, copy: bool) -> np.ndarray:
     """The numpy form of an encoded tensor."""
     tensor = tensor.to("cpu", copy=copy).contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return (
+        tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    )
 
 
 def unpack_array(array: np.ndarray) -> torch.Tensor:

@@ -8,7 +8,18 @@ from typing import Any
 
 import ray
 
-from elastic.exchange.link import Beat, Command, Hello, Judgement, Member, Packet, Part, Receipt, Snapshot, Work
+from elastic.exchange.link import (
+    Beat,
+    Command,
+    Hello,
+    Judgement,
+    Member,
+    Packet,
+    Part,
+    Receipt,
+    Snapshot,
+    Work,
+)
 from elastic.exchange.wire import Wire
 from elastic.runtime.board import RunSetup
 from elastic.runtime.opening import open_synchronizer
@@ -70,7 +81,9 @@ class SynchronizerActor:
         packet = self._synchronizer.fetch(member, kind, fragment, number, timeout_s)
         if not isinstance(packet, Packet) or not packet.tensors.arrays:
             return packet
-        return dataclasses.replace(packet, tensors=EMPTY), self._reference(kind, packet.number, packet.tensors)
+        return dataclasses.replace(packet, tensors=EMPTY), self._reference(
+            kind, packet.number, packet.tensors
+        )
 
     @ray.method(concurrency_group="control")
     def beat(self, member: Member, beat: Beat) -> Command:

@@ -65,7 +65,9 @@ def _simulated(fleet: Fleet) -> Iterator[str]:
     cluster = Cluster()
     try:
         # The dashboard serves the State API, without which Ray Train cannot clean up after a lost actor.
-        cluster.add_node(num_cpus=1, object_store_memory=size, include_dashboard=True, dashboard_port=free_port())
+        cluster.add_node(
+            num_cpus=1, object_store_memory=size, include_dashboard=True, dashboard_port=free_port()
+        )
         for region, islands in _by_region(fleet).items():
             resources = {}
             if fleet.region_resource is not None:

@@ -48,17 +48,11 @@ class Attempt:
     lock: LockKeeper
     events: EventLog
     signals: StopSignals
-    listeners: Sequence[Listener]
     clock: Callable[[], float] = time.monotonic
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     prepared: Prepared | None = None
     last: Snapshot | None = None
-
-    def show(self, event: dict[str, Any]) -> None:
-        """Pass on an event that the synchronizer has logged already."""
-        for listener in self.listeners:
-            listener(event)
 
 
 @dataclass(frozen=True)
@@ -76,21 +70,21 @@ def train(
     fleet: Resolved[Fleet],
     *,
     signals: StopSignals,
-    listeners: Callable[[Storage, str], Sequence[Listener]] = lambda storage, run: (),
+    listeners: Callable[[Storage], Sequence[Listener]] = lambda storage: (),
     in_ray_job: bool = False,
 ) -> Result:
     """Run or continue a job until it is done, stopped or failed; the result is in the run folder too.
 
-    `listeners(storage, run folder)` are given every event as it happens. Raises ElasticError for
+    `listeners(storage)` are given every event as it happens. Raises ElasticError for
     whatever makes the run impossible before it has begun.
     """
     storage = open_storage(job.value, fleet.value, in_ray_job)
     lock = LockKeeper(storage)
     events = EventLog(storage, f"controller-a{lock.epoch}")
-    attempt = Attempt(job.value, fleet.value, storage, lock, events, signals, listeners(storage, storage.url))
-    for listener in attempt.listeners:
-        events.add_listener(listener)
+    attempt = Attempt(job.value, fleet.value, storage, lock, events, signals)
     try:
+        for listener in listeners(storage):
+            events.add_listener(listener)
         over = _run(attempt, job)
     except KeyboardInterrupt as error:
         over = Over("stopped", 130, "interrupted while starting or ending", error)
@@ -103,14 +97,18 @@ def train(
 
 def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
     """Everything between the lock and the result."""
-    attempt.prepared = prepared = prepare_run(attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events)
+    attempt.prepared = prepared = prepare_run(
+        attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events
+    )
     if prepared.complete:
         return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
     if attempt.signals.received:
         return _stopped(attempt)
     with cluster.connected(attempt.fleet, attempt.signals.install):
         cluster.check_shared(attempt.storage)
-        islands = Islands(attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events)
+        islands = Islands(
+            attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events
+        )
         with _synchronizer(attempt, prepared.setup(islands.names)) as synchronizer:
             islands.start_all(synchronizer.actor)
             try:
@@ -136,7 +134,7 @@ def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) 
         # record
         attempt.last = view
         for event in events:
-            attempt.show(event)
+            attempt.events.tell(event)
         metrics.update(view)
         # decide
         over = decide(attempt, view, islands)
@@ -151,7 +149,10 @@ def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) 
         if over is not None:
             return over
         islands.restart_due(synchronizer.actor)
-        if len(view.joined) < len(islands.names) and attempt.clock() - started > attempt.fleet.start_timeout_s:
+        if (
+            len(view.joined) < len(islands.names)
+            and attempt.clock() - started > attempt.fleet.start_timeout_s
+        ):
             if len(view.joined) < attempt.fleet.min_islands:
                 raise islands.late(view.joined)
             synchronizer.begin()
@@ -186,7 +187,7 @@ def wind_down(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islan
         islands.endings(view)
         attempt.last = view
         for event in events:
-            attempt.show(event)
+            attempt.events.tell(event)
     if not islands.all_ended():
         what = f"not every island saved itself within {STOP_GRACE_S:g} s; their last checkpoints stand"
         attempt.events.emit("warning", {"what": what})
@@ -216,7 +217,7 @@ def _end(attempt: Attempt, over: Over) -> Result:
     for step in (
         lambda: attempt.events.emit("run_ended", fields),
         attempt.events.close,
-        lambda: None if _is_complete_already(attempt) else result.write(attempt.storage),
+        lambda: None if _keeps_its_result(attempt) else result.write(attempt.storage),
         attempt.lock.release,
     ):
         try:
@@ -230,9 +231,10 @@ def _end(attempt: Attempt, over: Over) -> Result:
     return result
 
 
-def _is_complete_already(attempt: Attempt) -> bool:
-    """A finished run that was started again keeps its result."""
-    return bool(attempt.prepared and attempt.prepared.complete) and read_result(attempt.storage) is not None
+def _keeps_its_result(attempt: Attempt) -> bool:
+    """A finished run that was started again, or one that refused a wrong job, keeps the result it has."""
+    untouched = attempt.prepared is None or attempt.prepared.complete
+    return untouched and read_result(attempt.storage) is not None
 
 
 def _result(attempt: Attempt, over: Over) -> Result:

@@ -125,7 +125,10 @@ class Islands:
 
     def all_ended(self) -> bool:
         """Whether nothing runs and nothing will start again."""
-        return all(running.ended or (running.run is None and running.restart_at is None) for running in self._all.values())
+        return all(
+            running.ended or (running.run is None and running.restart_at is None)
+            for running in self._all.values()
+        )
 
     # ---------------------------------------------------------------------------------- acting
 
@@ -192,5 +195,3 @@ def _outcome(run: Any) -> Outcome:
         return Outcome("error", str(error.cause), str(error))
     except RayActorError as error:
         return Outcome("lost", str(error).splitlines()[0])
-
-

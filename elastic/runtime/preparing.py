@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from elastic.state.replay import committed_by
 from elastic.state.storage import Storage
 from elastic.training.corpus import Corpus, CorpusInfo, prepare
 from elastic.training.listing import compare
+
+PROGRESS_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Prepared:
         )
 
 
-def prepare_run(storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, events: EventSink) -> Prepared:
+def prepare_run(
+    storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, events: EventSink
+) -> Prepared:
     """Tokenise the corpus if that was not done, check the run's identity, read its records."""
     value = job.value
     for key, origin in job.origins.items():
@@ -73,7 +78,12 @@ def prepare_run(storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, 
             saw=f"{info.validation.tokens} held-out tokens, a sequence needs {value.data.seq_len + 1}",
             fix="raise data.validation_share, give validation_sources, or lower data.seq_len",
         )
-    about = {"manifest": info.manifest_hash, "vocab_size": info.vocab_size, "seq_len": info.seq_len, "corpus": info.key}
+    about = {
+        "manifest": info.manifest_hash,
+        "vocab_size": info.vocab_size,
+        "seq_len": info.seq_len,
+        "corpus": info.key,
+    }
     identity = identify(storage, value, fleet, about)
     lineage = load_records(storage)
     total = total_sequences(value, info.train.sequences)
@@ -83,6 +93,13 @@ def prepare_run(storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, 
     complete = len(committed) >= total and bool(judged)
     if not complete:
         _check_budget(committed, total, value)
+    if value.outer.preset == "synchronous" and body.get("phase") == "outer" and lineage.last is not None:
+        raise RunFolderError(
+            "a run that has left the synchronous phase cannot go back to it: its islands' moments differ",
+            where="outer.preset",
+            saw=f"version {body['versions'][0]} of an outer phase",
+            fix="keep the preset, or begin a new run with init_from",
+        )
     events.emit(
         "run_started",
         {
@@ -112,7 +129,13 @@ def prepare_run(storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, 
 
 
 def _corpus(job: Job, events: EventSink) -> CorpusInfo:
+    told = float("-inf")
+
     def progress(stage: str, done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told < PROGRESS_EVERY_S and done < total:
+            return
+        told = time.monotonic()
         events.emit("data_progress", {"stage": stage, "done": done, "total": total, "unit": "bytes"})
 
     info = prepare(job.data, Path(job.data.cache_folder), progress)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from elastic.state.layout import RESULT_FILE
 from elastic.state.storage import Storage
+from elastic.views.event_log import plain
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,9 @@ class Result:
 
     def write(self, storage: Storage) -> None:
         """Publish result.json."""
-        storage.write(RESULT_FILE, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        storage.write(
+            RESULT_FILE, (json.dumps(plain(self.to_json()), indent=1, allow_nan=False) + "\n").encode()
+        )
 
 
 def read_result(storage: Storage) -> dict[str, object] | None:

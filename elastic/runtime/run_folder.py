@@ -91,9 +91,12 @@ def identify(storage: Storage, job: Job, fleet: Fleet, corpus: Mapping[str, Any]
 
     `corpus`: manifest hash, vocabulary size and the like of the prepared data.
     """
+    refuse_other_job(storage, job)
     there = read_run(storage)
-    if there is not None:
-        refuse_changes(storage, there, job, corpus)
+    if there is not None and there.get("manifest") != corpus["manifest"]:
+        raise _other_run(
+            storage, [f"data: manifest {there['manifest'][:12]} in the run, {corpus['manifest'][:12]} now"]
+        )
     run = there["run"] if there else f"{job.name}-{secrets.token_hex(4)}"
     fields = {
         "run": run,
@@ -107,23 +110,28 @@ def identify(storage: Storage, job: Job, fleet: Fleet, corpus: Mapping[str, Any]
     return Identity(run, there is not None)
 
 
-def refuse_changes(storage: Storage, there: Mapping[str, Any], job: Job, corpus: Mapping[str, Any]) -> None:
-    """Raise RunFolderError with the list of differences if the job is not the run's."""
+def refuse_other_job(storage: Storage, job: Job) -> None:
+    """Raise RunFolderError with the list of differences if this job may not continue the run that is there."""
+    there = read_run(storage)
+    if there is None:
+        return
     before, now = _flat(there["job"]), _flat(job.model_dump(mode="json"))
     differences = [
         f"{key}: {json.dumps(before.get(key))} in the run, {json.dumps(now.get(key))} now"
         for key in sorted(before.keys() | now.keys())
         if _is_frozen(key) and before.get(key) != now.get(key)
     ]
-    if there.get("manifest") != corpus["manifest"]:
-        differences.append(f"data: manifest {there.get('manifest', '')[:12]} in the run, {corpus['manifest'][:12]} now")
     if differences:
-        raise RunFolderError(
-            "the run folder holds a run with another model, data, seed or batch",
-            where=storage.url,
-            saw="; ".join(differences),
-            fix="give these values back, or begin a new run: run_folder=NEW (init_from=OLD takes over its weights)",
-        )
+        raise _other_run(storage, differences)
+
+
+def _other_run(storage: Storage, differences: list[str]) -> RunFolderError:
+    return RunFolderError(
+        "the run folder holds a run with another model, data, seed or batch",
+        where=storage.url,
+        saw="; ".join(differences),
+        fix="give these values back, or begin a new run: run_folder=NEW (init_from=OLD takes over its weights)",
+    )
 
 
 def _is_frozen(key: str) -> bool:

@@ -23,7 +23,7 @@ from elastic.state.audit_records import (
     check_sequences,
     check_versions,
 )
-from elastic.state.layout import RECORDS, RESULT_FILE
+from elastic.state.layout import RECORDS, RESULT_FILE, RUN_FILE
 from elastic.state.records import Lineage, load_records
 from elastic.state.run_file import read_run, require_run
 from elastic.state.storage import Storage
@@ -64,7 +64,7 @@ def audit(storage: Storage) -> Audit:
 
 def _audit_once(storage: Storage) -> tuple[list[Check], str]:
     newest = _newest_name(storage)
-    if not newest:
+    if not newest and not storage.exists(RUN_FILE):
         require_run(storage)
     # What is written after the records that it speaks of is read before them.
     events = read_digests(storage)

@@ -80,11 +80,12 @@ def check_corpus(storage: Storage, run: Mapping[str, Any]) -> Check:
     from elastic.training.corpus import INFO_NAME, Corpus  # needs pyarrow
 
     cache = ((run.get("job") or {}).get("data") or {}).get("cache_folder")
-    folder = Path(cache).expanduser() if cache else storage.path(DATA)
-    places = sorted(folder.glob(f"*/{INFO_NAME}")) if folder is not None else []
+    folders = [storage.path(DATA), Path(cache).expanduser() if cache else None]
+    places = {p.resolve() for folder in folders if folder for p in folder.glob(f"*/{INFO_NAME}")}
+    wanted = [p for p in sorted(places) if run.get("corpus") in (None, p.parent.name)]
     problems: list[str] = []
     checked = 0
-    for place in places:
+    for place in wanted:
         try:
             corpus = Corpus.open(place.parent)
             if run.get("manifest") in (None, corpus.info.manifest_hash):

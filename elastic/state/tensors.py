@@ -45,7 +45,7 @@ def save(
     Peak memory is that of the tensors, plus copies of those that lie on a device, are not contiguous,
     or share memory with another.
     """
-    plain = _separate(tensors)
+    plain = separate(tensors)
     hashed = storage.publish(name, lambda path: save_file(plain, path, dict(metadata or {})))
     return Stored(name, hashed.sha256, hashed.bytes)
 
@@ -110,7 +110,7 @@ def _verified(storage: Storage, stored: Stored) -> Generator[Path]:
         ) from error
 
 
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """CPU tensors that are contiguous and share no memory, as safetensors wants them."""
     seen: set[int] = set()
     separate: dict[str, torch.Tensor] = {}

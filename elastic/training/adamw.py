@@ -4,7 +4,8 @@ The synchronous phase promises that islands of different sizes hold identical pa
 after identical steps. torch's fused kernels break that: their vector body and their scalar tail
 round differently, so a result depends on where in memory a number lies. Here every operation is one
 elementwise multiplication, addition, division or square root, each correctly rounded by IEEE 754.
-On a small model this costs a hundredth of a step.
+On a small model on a CPU the update takes three hundredths of a
+step, where torch's fused one takes one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-_BUCKET_ELEMENTS = 1 << 25  # bounds the temporaries: 2 tensors of 128 MiB
+_CPU_BUCKET = 1 << 16  # elements updated together: what a core's cache holds
+_BUCKET = 1 << 25  # on accelerators: few launches, temporaries of at most 256 MiB
 
 
 class AdamW:
@@ -81,7 +83,8 @@ def _buckets(parameters: Mapping[str, Tensor], decayed: frozenset[str]) -> Itera
         for name, parameter in parameters.items():
             if (name in decayed) != decay:
                 continue
-            if names and elements + parameter.numel() > _BUCKET_ELEMENTS:
+            limit = _CPU_BUCKET if parameter.device.type == "cpu" else _BUCKET
+            if names and elements + parameter.numel() > limit:
                 yield names, decay
                 names, elements = [], 0
             names.append(name)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 class Group:
     """The ranks of one island, over a CPU process group (gloo)."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         self.rank, self.world_size, self._group = rank, world_size, process_group
 
     def share(self, decide: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ class HuggingFaceLM(nn.Module):
         return self.hf(input_ids=tokens, use_cache=False).logits
 
 
-def load_hugging_face(cfg: HuggingFaceModel, *, vocab_size: int, seq_len: int) -> HuggingFaceLM:
+def load_hugging_face(cfg: HuggingFaceModel, *, vocab_size: int, seq_len: int) -> nn.Module:
     """Build the model of `cfg.path`, fresh from torch's current random state or from its weights.
 
     Raises ConfigError: extra not installed, path not found, not a causal LM, vocabulary or positions

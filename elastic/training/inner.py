@@ -12,9 +12,8 @@ may have nothing. All ranks run the same number of passes, because FSDP's collec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from elastic.base import config
 from elastic.base.errors import ElasticError
 from elastic.training.adamw import AdamW
+from elastic.training.passes import num_targets, passes
 from elastic.training.shard import compute_dtype_of, local_of, parameters_of
 
 _IGNORED = -100  # cross_entropy's mark for a target that does not count
@@ -46,30 +46,6 @@ class Loss(NamedTuple):
 
     total: Tensor
     tokens: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Sequences [start, stop) of the batch in one pass; `counts` is False for a dummy pass."""
-
-    start: int
-    stop: int
-    counts: bool = True
-
-
-def shares(num_sequences: int, world_size: int) -> list[tuple[int, int]]:
-    """Split a batch over ranks: contiguous, and no share larger by more than one sequence."""
-    small, larger = divmod(num_sequences, world_size)
-    starts = [rank * small + min(rank, larger) for rank in range(world_size + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
-
-
-def pieces(num_sequences: int, world_size: int, rank: int, micro_batch: int) -> list[Piece]:
-    """The passes of one rank: its share in micro-batches, then dummies up to the longest rank's."""
-    start, stop = shares(num_sequences, world_size)[rank]
-    mine = [Piece(at, min(at + micro_batch, stop)) for at in range(start, stop, micro_batch)]
-    passes = -(-(-(-num_sequences // world_size)) // micro_batch)
-    return mine + [Piece(0, 1, counts=False)] * (passes - len(mine))
 
 
 class Inner:
@@ -139,19 +115,19 @@ class Inner:
         """
         if not self.model.training:
             self.model.train()
-        self.batch_tokens, self.batch_loss = _num_targets(batch), math.nan
+        self.batch_tokens, self.batch_loss = num_targets(batch), math.nan
         total, tokens = torch.zeros((), device=self.device), 0
-        passes = pieces(len(batch), self.world_size, self.rank, self._micro_batch)
+        todo = passes(len(batch), self.world_size, self.rank, self._micro_batch)
         with self._random_state():
-            for number, piece in enumerate(passes, start=1):
-                self._sync_gradients(number == len(passes))
-                rows = batch[piece.start : piece.stop]
+            for number, one in enumerate(todo, start=1):
+                self._sync_gradients(number == len(todo))
+                rows = batch[one.start : one.stop]
                 loss = self._loss_sum(rows)
-                weight = 1.0 / self.batch_tokens if piece.counts and self.batch_tokens else 0.0
+                weight = 1.0 / self.batch_tokens if one.counts and self.batch_tokens else 0.0
                 (loss * weight).backward()
-                if piece.counts:
+                if one.counts:
                     total += loss.detach()
-                    tokens += _num_targets(rows)
+                    tokens += num_targets(rows)
         self._collect()
         self._loss = total
         return Loss(total, tokens)
@@ -201,12 +177,12 @@ class Inner:
         """Loss sum in nats and tokens of `batch` [b, T+1], over all ranks; all ranks must call it."""
         self.model.eval()
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for piece in pieces(len(batch), self.world_size, self.rank, self._micro_batch):
-            rows = batch[piece.start : piece.stop]
+        for one in passes(len(batch), self.world_size, self.rank, self._micro_batch):
+            rows = batch[one.start : one.stop]
             loss = self._loss_sum(rows)
-            if piece.counts:
+            if one.counts:
                 total += loss
-                tokens += _num_targets(rows)
+                tokens += num_targets(rows)
         if self._group is None:
             return total.item(), tokens
         sums = torch.stack((total, torch.tensor(tokens, dtype=torch.float64, device=self.device)))
@@ -250,7 +226,7 @@ class Inner:
         return nullcontext()
 
     @contextmanager
-    def _random_state(self) -> Iterator[None]:
+    def _random_state(self) -> Generator[None, None, None]:
         """Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state."""
         seed = int(
             np.random.SeedSequence((self._seed, self.steps, self.rank)).generate_state(1, np.uint64)[0]
@@ -305,11 +281,6 @@ class Inner:
             saw=f"Inf or NaN at inner step {self.steps + 1}",
             fix="lower inner.lr or inner.clip_norm, or look at the batch of this step",
         )
-
-
-def _num_targets(sequences: np.ndarray) -> int:
-    """Targets that count in sequences [b, T+1]."""
-    return int(np.count_nonzero(sequences[:, 1:] >= 0))
 
 
 def _check(given: Mapping[str, Tensor], held: Mapping[str, Tensor], what: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,8 @@ def build_model(model_cfg: Model, vocab_size: int, seq_len: int, seed: int) -> n
     """Build the model of a job: on the CPU, fp32, the same bits for the same seed.
 
     `vocab_size` is the tokenizer's; the model's own may be larger. Raises ConfigError if the section
-    cannot be met (extra not installed, folder or entry not found, vocabulary too small), UserCodeError if the user's own function or forward raises.
+    cannot be met (extra not installed, folder or entry not found, vocabulary too small), and
+    UserCodeError if the user's own function or forward raises.
     """
     with seeded(seed):
         if isinstance(model_cfg, DecoderModel):
@@ -48,18 +49,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     else the members of the outermost `nn.ModuleList` that holds most parameters. A module that
     shares a parameter with the rest of the model is left to the root.
     """
-    offered = getattr(model, "blocks", None)
+    offered: Any = getattr(model, "blocks", None)
     if callable(offered) and not isinstance(offered, nn.Module):
         offered = offered()
     if offered is None:
-        lists = [list(found) for found in _outermost_lists(model)]
-        offered = max(lists, key=_num_parameters, default=[])
+        offered = max(_outermost_lists(model), key=_num_parameters, default=[])
     blocks = list(dict.fromkeys(offered))  # one module may stand twice in a list
     return [block for block in blocks if _stands_alone(block, model)]
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Generator[None, None, None]:
     """Run a block under torch's CPU random state of `seed`, and put the old state back."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
@@ -175,7 +175,7 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
             yield from _outermost_lists(child)
 
 
-def _num_parameters(modules: Sequence[nn.Module]) -> int:
+def _num_parameters(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 

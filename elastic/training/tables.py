@@ -18,7 +18,7 @@ from elastic.training.documents import (
 )
 from elastic.training.sources import SourceFile
 
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 1 << 20
 """Aim for the text of one batch of rows."""
 MAX_BATCH_ROWS = 4096
 

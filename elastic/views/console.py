@@ -136,6 +136,8 @@ class Lines:
             return
         text = describe(event)
         self._quiet.heard(event, text)
+        if kind in ("data_ready", "run_ended"):
+            self._unshown = None  # the line of this event says more
         if text is None:
             return
         always = event.get("final") is True

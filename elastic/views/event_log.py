@@ -25,7 +25,7 @@ Event = dict[str, object]
 Listener = Callable[[Event], None]
 
 PROGRESS = "island_progress"
-"""The only kind that may be left out of the log: a later one says the same and more."""
+"""The only kind that may be left out: a later one says the same and more."""
 
 _WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SEGMENT = re.compile(r"events/([^/]+)/(\d{6,})\.jsonl")
@@ -35,8 +35,7 @@ _READ_AT_ONCE = 16
 def plain(value: object) -> object:
     """`value` as JSON can hold it: tuples become lists, array scalars Python numbers.
 
-    JSON has no non-finite numbers; they become the strings `nan`, `inf` and `-inf`, so that a bad
-    number stays visible. Raises TypeError for anything else, at the place that emitted it.
+    Non-finite numbers become the strings `nan`, `inf` and `-inf`. Raises TypeError for anything else.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -62,9 +61,9 @@ class EventLog:
     `clock` is the wall clock that stamps events. One process uses one writer name; another attempt
     should use another name (`controller-a2`), and one that finds segments of its name goes on after them.
 
-    While storage is away, facts are kept in memory; only `island_progress` is left out once
-    `max_buffered` events wait. `dropped_progress` counts those, and a warning tells it afterwards.
-    `error` is what the last write met; `close` tries once more and raises it.
+    While storage is away, facts are kept in memory; only `island_progress` is left out, and counted in
+    `dropped_progress`, once `max_buffered` events wait. A warning tells it afterwards. `error` is what
+    the last write met; `close` tries once more and raises it.
     """
 
     def __init__(
@@ -98,12 +97,12 @@ class EventLog:
 
     def _continue(self) -> tuple[int, int]:
         """Next segment and next event number after what this writer name has already written."""
-        mine = [number for writer, number in _segments(self._storage) if writer == self.writer]
+        mine = _segments(self._storage, f"events/{self.writer}")
         if not mine:
             return 0, 0
-        name = segment_name(self.writer, max(mine))
-        events = _parse(name, self._storage.read(name))
-        return max(mine) + 1, max((int(str(event["n"])) for event in events), default=-1) + 1
+        name = segment_name(*mine[-1])
+        last = _parse(name, self._storage.read(name))[-1]
+        return mine[-1][1] + 1, int(str(last["n"])) + 1
 
     # ------------------------------------------------------------------------------- emit
 
@@ -142,9 +141,8 @@ class EventLog:
                 except Exception as error:  # any view, any fault: reported, and the run goes on
                     self._listeners.remove(listener)
                     name = getattr(listener, "__qualname__", type(listener).__name__)
-                    what = f"{name} failed and is switched off: {error!r}"
                     if not self._closed:
-                        self.emit("warning", {"what": what})
+                        self.emit("warning", {"what": f"{name} failed and is switched off: {error!r}"})
 
     # ------------------------------------------------------------------------------ write
 
@@ -217,9 +215,9 @@ class EventLog:
 # ----------------------------------------------------------------------------------------- read
 
 
-def _segments(storage: Storage) -> list[tuple[str, int]]:
+def _segments(storage: Storage, folder: str = "events") -> list[tuple[str, int]]:
     """(writer, number) of every complete segment; temporary files and strangers do not match."""
-    found = (_SEGMENT.fullmatch(name) for name in storage.list("events"))
+    found = (_SEGMENT.fullmatch(name) for name in storage.list(folder))
     return sorted((match[1], int(match[2])) for match in found if match)
 
 

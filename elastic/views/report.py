@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic.state.storage import Storage
 
 MAX_POINTS = 2000
+UNFINISHED = "killed or running"
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Attempt:
     ended: float
     tokens_before: int
     tokens_after: int = 0
-    status: str = "killed or running"
+    status: str = UNFINISHED
 
     @property
     def lasted_s(self) -> float:
@@ -89,8 +90,8 @@ class Facts:
         elif kind == "island_lost":
             name = str(event["island"])
             self.lost[name] = self.lost.get(name, 0) + 1
-        if self.attempts:
-            attempt = self.attempts[-1]
+        attempt = self.attempts[-1] if self.attempts else None
+        if attempt is not None and attempt.status == UNFINISHED:  # later events are of one that never began
             attempt.ended, attempt.tokens_after = max(attempt.ended, when), self.committed_tokens
             if kind == "run_ended":
                 attempt.status = str(event["status"])

@@ -108,6 +108,7 @@ class TensorBoardSink:
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-tb-")) if folder is None else Path(folder)
         self._metrics = Metrics()
         self._writers: dict[str, Any] = {}
+        self._generations: dict[str, int] = {}
         self._suffix = ""
 
     def __call__(self, event: Event) -> None:
@@ -116,15 +117,22 @@ class TensorBoardSink:
         if kind == "run_started":
             self._suffix = f".a{integer(event['attempt'])}"
         elif kind == "island_joined":
-            # File names have seconds only: the generation keeps two of one second apart.
-            suffix = f"{self._suffix}-g{integer(event['generation'])}"
-            self._open(f"islands/{event['island']}", suffix, integer(event["resumed_step"]) + 1)
+            self._begin(
+                str(event["island"]), integer(event["generation"]), integer(event["resumed_step"]) + 1
+            )
         for point in self._metrics.points(event):
             name = "outer" if point.island is None else f"islands/{point.island}"
-            if name not in self._writers:
+            if point.island is None and name not in self._writers:
                 self._open(name, self._suffix, None)
+            elif point.island is not None and point.generation > self._generations.get(point.island, -1):
+                self._begin(point.island, point.generation, point.x)  # nobody told us that it joined
             for tag, value in point.values.items():
                 self._writers[name].add_scalar(tag, value, global_step=point.x, walltime=point.wall_time)
+
+    def _begin(self, island: str, generation: int, first_step: int) -> None:
+        """A new file for an incarnation; file names have seconds only, so its number is part of them."""
+        self._generations[island] = generation
+        self._open(f"islands/{island}", f"{self._suffix}-g{generation}", first_step)
 
     def _open(self, name: str, suffix: str, purge_step: int | None) -> None:
         from tensorboardX import SummaryWriter

@@ -320,6 +320,10 @@ def test_islands_are_overridden_by_name_or_position() -> None:
     fleet = load_fleet(write(FLEET, "fleet.yaml"), overrides).value
     assert (fleet.islands[1].workers.max, fleet.islands[0].gpus_per_worker) == (3, 1.0)
     assert fleet.worker_env == {"NCCL_DEBUG": "INFO"}
+    short = FLEET.replace("us-east}", "us-east, workers: 2}")
+    assert fleet_problems(short, "islands.us.workers.max=3") == [
+        "override 'islands.us.workers.max=3': 'islands.0.workers' is 2 without keys; override it whole"
+    ]
     assert fleet_problems(FLEET, "islands.asia.workers=2") == [
         "override 'islands.asia.workers=2': 'islands' has no item 'asia'; there are: us, eu"
     ]

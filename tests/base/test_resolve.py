@@ -97,6 +97,13 @@ def test_the_control_region_is_left_to_the_run_and_says_so() -> None:
     assert origin == Origin(None, "derived", "the driver's own node")
 
 
+def test_all_islands_are_needed_unless_said_otherwise() -> None:
+    """`min_islands` left out means all of them."""
+    islands = [Island(name="a", region="r"), Island(name="b", region="r")]
+    assert resolve_fleet(Fleet(islands=islands)).value.min_islands == 2
+    assert resolve_fleet(Fleet(islands=islands, min_islands=1)).value.min_islands == 1
+
+
 def test_every_value_has_an_origin() -> None:
     """No value of the resolved job goes without source, and the origins hold the values in use."""
     resolved = resolve_job(JOB)

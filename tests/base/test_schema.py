@@ -125,7 +125,7 @@ def test_nearest_is_silent_when_nothing_is_near() -> None:
 def test_json_schemas_describe_every_field() -> None:
     """Editors show the same sentences; short forms of workers are part of the schema."""
     schema = Fleet.model_json_schema()
-    assert schema["properties"]["min_islands"]["description"] == "Fewer islands than this, and the run waits."
+    assert schema["properties"]["islands"]["description"] == Fleet.model_fields["islands"].description
     assert [option.get("type") for option in schema["$defs"]["Workers"]["anyOf"]] == [
         "object",
         "integer",

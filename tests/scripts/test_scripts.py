@@ -18,10 +18,18 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_reference_pages_are_current() -> None:
-    """docs/reference says what the models say."""
-    done = script("reference_docs.py", "--check")
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("name", ["reference_docs.py", "events_page.py"])
+def test_reference_pages_are_current(name: str) -> None:
+    """docs/reference says what the models and the catalogue of events say."""
+    done = script(name, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_module_sizes_are_checked() -> None:
+    """No module is too long to read in one sitting."""
+    done = script("module_sizes.py")
+    assert done.returncode == 0, done.stdout
+    assert "modules," in done.stdout
 
 
 def test_every_test_states_its_property() -> None:

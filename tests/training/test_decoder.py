@@ -85,7 +85,7 @@ def test_a_fresh_model_guesses_uniformly() -> None:
 def test_a_sequence_that_is_too_long_is_refused() -> None:
     """More tokens than the model was built for raise with both numbers."""
     model = build_model(_cfg(), VOCAB, SEQ_LEN, seed=0)
-    with pytest.raises(ValueError, match="17 tokens.* built for 16"):
+    with pytest.raises(ValueError, match=r"17 tokens.* built for 16"):
         model(torch.zeros((1, SEQ_LEN + 1), dtype=torch.int64))
 
 

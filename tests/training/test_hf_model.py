@@ -89,7 +89,7 @@ def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(ElasticError, match=r"missing \['head.weight'\]"):
         to_hugging_face(state, _decoder(tied_head=False), VOCAB, SEQ_LEN)
     _, theirs = to_hugging_face(state, _decoder(), VOCAB, SEQ_LEN)
-    with pytest.raises(ElasticError, match="unknown .*model.layers.1"):
+    with pytest.raises(ElasticError, match=r"unknown .*model\.layers\.1"):
         from_hugging_face(theirs, _decoder(num_layers=1))
 
 

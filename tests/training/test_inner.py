@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import elastic
 from elastic.base import config
 from elastic.base.errors import ElasticError
-from elastic.training.inner import Inner, NonFiniteGradient, pieces, shares
+from elastic.training.inner import Inner, NonFiniteGradient
 from elastic.training.model import build_model
 from elastic.training.outer import assemble, digest
 
@@ -61,23 +59,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-# ------------------------------------------------------------------------------------- shares
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 9))
-def test_every_sequence_counts_once_and_passes_match(size: int, world_size: int, micro: int) -> None:
-    """Shares cover the batch and differ by at most one; all ranks run equally many passes."""
-    cuts = shares(size, world_size)
-    assert [row for start, stop in cuts for row in range(start, stop)] == list(range(size))
-    assert max(b - a for a, b in cuts) - min(b - a for a, b in cuts) <= 1
-    passes = [pieces(size, world_size, rank, micro) for rank in range(world_size)]
-    assert len({len(rank) for rank in passes}) == 1
-    counted = [row for rank in passes for p in rank if p.counts for row in range(p.start, p.stop)]
-    assert counted == list(range(size))
-    assert all(0 < p.stop - p.start <= micro for rank in passes for p in rank)
 
 
 # --------------------------------------------------------------------------- several workers

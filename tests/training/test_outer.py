@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -223,7 +224,7 @@ def test_assemble_undoes_any_cut(cuts: list[int], random) -> None:  # type: igno
     whole = _random(0)
     edges = [0, *sorted(cuts), 6]
     parts: list[dict[str, tuple[int, Tensor]]] = [
-        {"w": (a, whole["w"][a:b])} for a, b in zip(edges[:-1], edges[1:], strict=True)
+        {"w": (a, whole["w"][a:b])} for a, b in itertools.pairwise(edges)
     ]
     parts[0] |= {"s": (0, whole["s"])}
     parts[-1] |= {"b": (0, whole["b"])}

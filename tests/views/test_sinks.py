@@ -103,6 +103,17 @@ def test_repeated_steps_replace_the_older_ones(tmp_path: Path) -> None:
     assert scalars(folder, "inner/loss") == [*range(198, 213), 201]
 
 
+def test_an_incarnation_that_nobody_announced_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """A view that missed the joining sees the new generation in its progress, and forgets what it repeats."""
+    sink = TensorBoardSink(Storage(tmp_path))
+    sink(joined(1, 0))
+    sink(step(210))
+    sink(step(205, generation=2))
+    sink.close()
+    folder = tmp_path / "tensorboard" / "islands" / "us"
+    assert [r.step for r in records(folder) if r.HasField("session_log")] == [1, 205]
+
+
 def test_two_incarnations_within_a_second_have_files_of_their_own(tmp_path: Path) -> None:
     """A quick restart does not overwrite the file of the incarnation before."""
     sink = TensorBoardSink(Storage(tmp_path))

@@ -296,6 +296,9 @@ def two_attempts(run: Run) -> None:
     run.train(3)
     run.train(4)
     run.end("stopped", 75, "max_hours")
+    run.now += 1000.0
+    with EventLog(run.storage, "controller-a3", lambda: run.now) as log:  # refused before it began
+        log.emit("run_ended", {"status": "failed", "exit_code": 2, "reason": "another model"})
 
 
 def test_the_report_accounts_for_time_and_traffic(run: Run) -> None:
