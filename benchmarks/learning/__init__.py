@@ -1,0 +1,1 @@
+"""What the outer loop costs in loss and saves in traffic, against synchronous training at equal tokens."""

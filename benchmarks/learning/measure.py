@@ -58,6 +58,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         "synchronous_steps": int(counters["synchronous_steps"]),
         "outer_steps": int(counters["outer_steps"]),
         "bytes_warmup": int(counters["bytes_up_warmup"] + counters["bytes_down_warmup"]),
+        "bytes": int(counters["bytes_up"] + counters["bytes_down"]),
         "bytes_up": int(counters["bytes_up"]),
         "bytes_down": int(counters["bytes_down"]),
         "digest": snapshot.digest,
@@ -74,4 +75,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()

@@ -42,6 +42,7 @@ class InProcessRun:
     endings: dict[str, str] = field(default_factory=dict)
     """done or stopped, by island."""
     errors: dict[str, Exception] = field(default_factory=dict)
+    """The last error of each island that raised one."""
     snapshot: Snapshot | None = None
 
 
@@ -53,12 +54,14 @@ def run_in_process(
     *,
     stop_when: Callable[[Snapshot], bool] | None = None,
     tamper: Mapping[str, Callable[[IslandRank], None]] | None = None,
+    restarts: int = 0,
     timeout_s: float = 600.0,
 ) -> InProcessRun:
     """Run or continue `job` on the prepared corpus in `corpus_folder` until done.
 
     `stop_when` is asked about every tenth of a second and ends the run resumably. `tamper` changes an
-    island's rank before it starts, to bring trouble. Raises DeadlineError after `timeout_s`.
+    island's rank before it starts, to bring trouble. An island that raises is declared lost and started
+    again, at most `restarts` times. Raises DeadlineError after `timeout_s`.
     """
     job = resolve_job(job).value
     corpus = Corpus.open(Path(corpus_folder))
@@ -78,18 +81,15 @@ def run_in_process(
     outcome = InProcessRun()
     with EventLog(storage, f"synchronizer-a{epoch}") as events:
         synchronizer = open_synchronizer(setup, storage, events)
-        threads = [
-            threading.Thread(
-                target=_island,
-                args=(name, job, corpus, storage, epoch, synchronizer, outcome, (tamper or {}).get(name)),
-                daemon=True,
-            )
+        places = [
+            _Place(name, setup, corpus, storage, synchronizer, outcome, (tamper or {}).get(name), restarts)
             for name in setup.islands
         ]
+        threads = [threading.Thread(target=place.run, name=place.name, daemon=True) for place in places]
         try:
             for thread in threads:
                 thread.start()
-            _watch(synchronizer, threads, outcome, stop_when, timeout_s)
+            _watch(synchronizer, threads, stop_when, timeout_s)
         finally:
             synchronizer.close()
             outcome.snapshot = synchronizer.snapshot()
@@ -100,14 +100,11 @@ def run_in_process(
 def _watch(
     synchronizer: Synchronizer,
     threads: list[threading.Thread],
-    outcome: InProcessRun,
     stop_when: Callable[[Snapshot], bool] | None,
     timeout_s: float,
 ) -> None:
     deadline, stopping = time.monotonic() + timeout_s, False
     while any(thread.is_alive() for thread in threads):
-        for name in [*outcome.errors]:
-            synchronizer.declare_lost(name, str(outcome.errors[name]))
         if stop_when is not None and not stopping and stop_when(synchronizer.snapshot()):
             synchronizer.stop("stop_when")
             stopping = True
@@ -118,36 +115,55 @@ def _watch(
         time.sleep(0.1 if stop_when is None else 0.02)
 
 
-def _island(
-    name: str,
-    job: Job,
-    corpus: Corpus,
-    storage: Storage,
-    epoch: int,
-    synchronizer: Synchronizer,
-    outcome: InProcessRun,
-    tamper: Callable[[IslandRank], None] | None,
-) -> None:
-    torch.set_num_threads(1)  # per thread: islands share the cores
-    with EventLog(storage, f"island-{name}-a{epoch}-0") as events:
-        inner = Inner(build_model(job.model, corpus.info.vocab_size, job.data.seq_len, job.seed), job.inner)
-        rank = IslandRank(
-            name=name,
-            job=job,
-            link=synchronizer,
-            group=Group(),
-            inner=inner,
-            corpus=corpus,
-            events=events,
-            versions=library_versions(),
-            device="cpu",
-        )
-        rank.store = IslandStore(
-            storage, name, rank.group, rank.parameters, events, epoch=epoch, keep=job.checkpoint.keep
-        )
-        if tamper is not None:
-            tamper(rank)
-        try:
-            outcome.endings[name] = run_island(rank)
-        except Exception as error:  # the caller looks at it, as the controller does under Ray
-            outcome.errors[name] = error
+@dataclass
+class _Place:
+    """Where one island lives: a thread, and what its incarnations are made of."""
+
+    name: str
+    setup: RunSetup
+    corpus: Corpus
+    storage: Storage
+    synchronizer: Synchronizer
+    outcome: InProcessRun
+    tamper: Callable[[IslandRank], None] | None
+    restarts: int
+
+    def run(self) -> None:
+        """One incarnation after the other, until one ends in order or too many have failed."""
+        torch.set_num_threads(1)  # per thread: islands share the cores
+        for start in range(self.restarts + 1):
+            try:
+                self.outcome.endings[self.name] = self._live(start)
+                return
+            except Exception as error:  # the caller looks at it, as the controller does under Ray
+                self.outcome.errors[self.name] = error
+                self.synchronizer.declare_lost(self.name, f"{type(error).__name__}: {error}")
+
+    def _live(self, start: int) -> str:
+        job = self.setup.job
+        with EventLog(self.storage, f"island-{self.name}-a{self.setup.epoch}-{start}") as events:
+            model = build_model(job.model, self.setup.vocab_size, job.data.seq_len, job.seed)
+            rank = IslandRank(
+                name=self.name,
+                job=job,
+                link=self.synchronizer,
+                group=Group(),
+                inner=Inner(model, job.inner),
+                corpus=self.corpus,
+                events=events,
+                versions=library_versions(),
+                device="cpu",
+            )
+            rank.store = IslandStore(
+                self.storage,
+                self.name,
+                rank.group,
+                rank.parameters,
+                events,
+                epoch=self.setup.epoch,
+                start=start,
+                keep=job.checkpoint.keep,
+            )
+            if self.tamper is not None:
+                self.tamper(rank)
+            return run_island(rank)

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ def export_run(storage: Storage, directory: str | os.PathLike[str]) -> Exported:
     try:
         end = _write_tokenizer(job, work, notes)
         known = _write_model(job, loaded.state.theta, work, about, end, notes)
-        files = sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
+        files = _open_to_readers(work)
         os.replace(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -143,6 +144,18 @@ def _fill(model: torch.nn.Module, theta: Mapping[str, torch.Tensor]) -> None:
         )
     for name, tensor in theta.items():
         parameters[name].copy_(tensor)
+
+
+def _open_to_readers(folder: Path) -> list[str]:
+    """Give all files the usual mode (safetensors lets only the owner read); returns their names."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in paths:
+        path.chmod(mode)
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -36,8 +36,10 @@ class LocalFiles:
         """
         final = self.path(name)
         temporary = _new_temporary(final.parent)
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         try:
             fill(temporary)
+            temporary.chmod(mode)  # safetensors makes files that only their owner can read
             _flush(temporary)
             if create:
                 _link_new(temporary, final)

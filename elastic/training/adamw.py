@@ -4,8 +4,8 @@ The synchronous phase promises that islands of different sizes hold identical pa
 after identical steps. torch's fused kernels break that: their vector body and their scalar tail
 round differently, so a result depends on where in memory a number lies. Here every operation is one
 elementwise multiplication, addition, division or square root, each correctly rounded by IEEE 754.
-On a small model on a CPU the update takes three hundredths of a
-step, where torch's fused one takes one.
+On the CPU the update of a
+small model takes three hundredths of a step, where torch's fused one would take one.
 """
 
 from __future__ import annotations

@@ -91,7 +91,10 @@ class Ingest:
         def pieces() -> Iterator[tuple[Part, str]]:
             nonlocal documents
             for document in read_documents(
-                file, read_options(self._data), skipped, lambda read: self._tell(done + read, total, file)
+                file,
+                read_options(self._data),
+                skipped,
+                lambda read: self._tell(done + min(read, file.size_bytes), total, file),
             ):
                 digest.add(document.utf8)
                 documents += 1
@@ -128,7 +131,8 @@ class Ingest:
             if size >= ENCODE_CHARACTERS:
                 yield from self._encode_now(waiting)
                 waiting, size = [], 0
-        yield from self._encode_now(waiting)
+        if waiting:
+            yield from self._encode_now(waiting)
 
     def _encode_now(self, waiting: list[tuple[Part, str]]) -> Iterator[Encoded]:
         ids = self._tokenizer.encode_batch([text for _, text in waiting])

@@ -170,8 +170,8 @@ class _HashingFile:
 class Sequences:
     """The sequences of one part, read through memory maps; pickles as its description alone.
 
-    Maps are opened when they are first needed, once per process, so that handing this object to a worker
-    process of any start method is safe.
+    Maps are opened when they are first needed, once per process, so that this object can be handed to
+    worker processes.
     """
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...], layout: Layout) -> None:

@@ -41,7 +41,10 @@ def blocks(*languages: str) -> list:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clone to work in, as the docs assume."""
+    """A clone to work in, with a folder `texts/` of one's own, as the docs assume."""
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text number {number} " * 40, "utf-8")
     for name in ("jobs", "cluster_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

@@ -102,6 +102,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, extra: dict[str, 
         exported.files
     )
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_a_hugging_face_model_keeps_its_own_configuration(tmp_path: Path) -> None:

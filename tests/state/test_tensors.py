@@ -56,6 +56,15 @@ def test_tensors_come_back_bit_for_bit(storage: Storage) -> None:
         )
 
 
+def test_a_tensor_file_can_be_read_by_whoever_reads_the_folder(tmp_path: Path) -> None:
+    """Its mode is that of any other file of the run: a shared run folder stays shared."""
+    storage = Storage(tmp_path / "run")
+    tensors.save(storage, "x.safetensors", some())
+    storage.write("plain", b"")
+    modes = {name: (tmp_path / "run" / name).stat().st_mode for name in ("x.safetensors", "plain")}
+    assert modes["x.safetensors"] == modes["plain"]
+
+
 @pytest.mark.parametrize("position", [0, 9, 200, -1])
 def test_a_flipped_bit_is_found(storage: Storage, position: int) -> None:
     """Wherever a stored byte changes, loading names the file and both hashes."""

@@ -1,0 +1,206 @@
+"""A small corpus, small jobs and short runs for the tests of the runtime: real code, islands as threads."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.base.config import Job
+from elastic.base.ranges import RangeSet
+from elastic.base.resolve import resolve_job
+from elastic.exchange.link import Snapshot
+from elastic.policy.plan import block_sequences, total_sequences
+from elastic.runtime.board import RunSetup
+from elastic.runtime.heart import Heart
+from elastic.runtime.in_process import InProcessRun, run_in_process
+from elastic.runtime.island_rank import IslandRank
+from elastic.state.records import Record, load_records
+from elastic.state.replay import LoadedOuter, load_outer
+from elastic.state.storage import Storage
+from elastic.training.corpus import Corpus, prepare
+from elastic.training.inner import Inner
+from elastic.training.model import build_model
+from elastic.views.event_log import read_events
+
+SEQ_LEN = 16
+WORDS = ("island", "sea", "wind", "and", "the", "far", "ship", "sails", "of", "a", "grey", "dawn")
+
+
+@dataclass
+class Run:
+    """A run folder and what came out of its last life."""
+
+    storage: Storage
+    outcome: InProcessRun
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The last look at the synchronizer."""
+        assert self.outcome.snapshot is not None
+        return self.outcome.snapshot
+
+    @property
+    def records(self) -> list[Record]:
+        """The records that lead to the newest state."""
+        return load_records(self.storage).records
+
+    @property
+    def steps(self) -> list[Record]:
+        """Records of outer steps and of anchors."""
+        return [record for record in self.records if record.kind in ("outer", "anchor")]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Digest of every version."""
+        return {record.body["version"]: record.body["digest"] for record in self.steps}
+
+    @property
+    def state(self) -> LoadedOuter:
+        """The newest outer state, as a later attempt would load it."""
+        return load_outer(self.storage, load_records(self.storage))
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of these kinds."""
+        return [event for event in read_events(self.storage) if event["kind"] in kinds]
+
+    def committed_once(self, total: int) -> None:
+        """Every position of the budget is committed by exactly one record."""
+        seen = RangeSet()
+        for record in self.steps:
+            ranges = RangeSet.from_json(record.body["committed"])
+            assert seen.isdisjoint(ranges), f"{record.name} commits {seen & ranges} again"
+            seen = seen | ranges
+        assert seen == RangeSet([(0, total)])
+
+    def finished(self, total: int, errors: tuple[str, ...] = ()) -> Run:
+        """Check that the run ended as it should, with everything committed once and judged."""
+        assert sorted(self.outcome.errors) == sorted(errors), self.outcome.errors
+        assert self.snapshot.failure == ""
+        assert self.snapshot.finished
+        assert self.snapshot.validation["final"]
+        self.committed_once(total)
+        return self
+
+
+class Lab:
+    """Makes small jobs and runs them in folders of the test."""
+
+    def __init__(self, corpus: Corpus, sources: Path, folder: Path) -> None:
+        self.corpus, self.sources, self._folder = corpus, sources, folder
+
+    def job(
+        self, *, sequences: int = 96, preset: str = "diloco", outer: Mapping[str, Any] | None = None, **sections: Any
+    ) -> Job:
+        """A resolved job: batch 4, H 3, fp32, `sequences` positions; sections are merged into it."""
+        settings: dict[str, Any] = {
+            "name": "small",
+            "run_folder": str(self._folder / "run"),
+            "data": {"sources": [str(self.sources)], "seq_len": SEQ_LEN},
+            "model": {"kind": "decoder", "d_model": 16, "num_layers": 1, "num_heads": 2},
+            "budget": {"tokens": sequences * SEQ_LEN},
+            "inner": {"batch_sequences": 4, "compute_dtype": "fp32", "lr": 0.01},
+            # Nobody is lost on a busy machine unless a test says so.
+            "outer": {"preset": preset, "sync_every": 3, "warmup": 0.0, "island_timeout_s": 60.0} | dict(outer or {}),
+            "validation": {"sequences": 8, "every": 2},
+        }
+        if preset == "synchronous":
+            settings["outer"].pop("warmup")
+        for name, section in sections.items():
+            settings[name] = settings[name] | section if isinstance(section, dict) and name in settings else section
+        return resolve_job(Job.model_validate(settings)).value
+
+    def setup(self, job: Job, islands: tuple[str, ...] = ("eu", "us"), **changes: Any) -> RunSetup:
+        """What a synchronizer of this job is told."""
+        fields: dict[str, Any] = {
+            "job": job,
+            "run": job.name,
+            "epoch": 1,
+            "islands": islands,
+            "total_sequences": total_sequences(job, len(self.corpus.train)),
+            "block_sequences": block_sequences(job),
+            "validation_sequences": len(self.corpus.validation),
+            "tokens_per_byte": self.corpus.info.validation.tokens_per_byte,
+            "vocab_size": self.corpus.info.vocab_size,
+        }
+        return RunSetup(**fields | changes)
+
+    def run(
+        self,
+        job: Job,
+        islands: tuple[str, ...] = ("eu", "us"),
+        *,
+        folder: str = "run",
+        stop_when: Callable[[Snapshot], bool] | None = None,
+        tamper: Mapping[str, Callable[[IslandRank], None]] | None = None,
+        restarts: int = 0,
+    ) -> Run:
+        """Run or continue `job` in `folder`."""
+        storage = Storage(self._folder / folder)
+        outcome = run_in_process(
+            job,
+            self.corpus.folder,
+            storage,
+            islands,
+            stop_when=stop_when,
+            tamper={name: _all(_quick, (tamper or {}).get(name)) for name in islands},
+            restarts=restarts,
+            timeout_s=60.0,
+        )
+        return Run(storage, outcome)
+
+    def inner(self, job: Job) -> Inner:
+        """A fresh island's model and optimiser."""
+        return Inner(build_model(job.model, self.corpus.info.vocab_size, SEQ_LEN, job.seed), job.inner)
+
+
+def _all(*steps: Callable[[IslandRank], None] | None) -> Callable[[IslandRank], None]:
+    def tamper(rank: IslandRank) -> None:
+        for step in steps:
+            if step is not None:
+                step(rank)
+
+    return tamper
+
+
+def _quick(rank: IslandRank) -> None:
+    """Hear of a stop within milliseconds, and never sleep long."""
+    rank.heart = Heart(rank.link, lambda: rank.member, lambda: rank.beat, every_s=0.01)
+    rank.sleep = lambda seconds: time.sleep(min(seconds, 0.02))
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
+    """Folder of sources, and the corpus made of them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sources = folder / "sources"
+    sources.mkdir()
+    random_ = random.Random(7)
+    for number in range(12):
+        words = (random_.choice(WORDS) for _ in range(100 + 60 * (number % 4)))
+        (sources / f"{number:02d}.txt").write_text(" ".join(words))
+    job = Lab(None, sources, folder).job()  # type: ignore[arg-type]
+    info = prepare(job.data, folder / "data")
+    return sources, Corpus.open(folder / "data" / info.key)
+
+
+@pytest.fixture
+def lab(small_corpus: tuple[Path, Corpus], tmp_path: Path) -> Lab:
+    """Small jobs and runs."""
+    sources, corpus = small_corpus
+    return Lab(corpus, sources, tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
