@@ -87,8 +87,8 @@ def _data(data: Data) -> Iterator[Mistake]:
                 yield from _storage((name, i), source)
             elif not set("*?[") & set(source):
                 yield from _there((name, i), source)
-    if data.cache_folder is not None:
-        yield from _storage(("cache_folder",), data.cache_folder)
+    if data.cache_folder is not None and "://" in data.cache_folder:
+        yield ("cache_folder",), "must be a path, not a URL: token shards are memory-mapped"
     tokenizer = data.tokenizer
     if isinstance(tokenizer, TokenizersTokenizer):
         yield from _extra(("tokenizer", "kind"), "tokenizers", "hf")

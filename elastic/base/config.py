@@ -145,7 +145,8 @@ class Data(Section):
     seq_len: Positive = 256
     """Tokens a sequence predicts; it holds one more."""
     cache_folder: str | None = None
-    """Where tokenised shards lie. Derived: `data/` in the run folder."""
+    """Where tokenised shards lie, a path. Derived: `data/` in the run folder; `~/.cache/elastic` on every
+    node if the run folder is in a bucket."""
 
 
 # --------------------------------------------------------------------------------------- budget

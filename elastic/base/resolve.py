@@ -67,6 +67,9 @@ PRESETS: dict[str, Preset] = {
     ),
 }  # fmt: skip
 
+NODE_CACHE = "~/.cache/elastic"
+"""Where every node keeps token shards of its own when the run folder is in a bucket."""
+
 MAX_MICRO_BATCH = 32
 """Sequences a worker holds at once, unless told otherwise."""
 
@@ -83,7 +86,11 @@ def resolve_job(job: Job, given: Given | None = None) -> Resolved[Job]:
     preset = PRESETS[job.outer.preset]
     derive: dict[Path, tuple[object, str]] = {
         ("run_folder",): (run_folder, "runs/<name>"),
-        ("data", "cache_folder"): (f"{run_folder.rstrip('/')}/data", "<run_folder>/data"),
+        ("data", "cache_folder"): (
+            (NODE_CACHE, "the run folder is remote, and token shards are memory-mapped on every node")
+            if "://" in run_folder
+            else (f"{run_folder.rstrip('/')}/data", "<run_folder>/data")
+        ),
         ("inner", "micro_batch_sequences"): (
             min(job.inner.batch_sequences, MAX_MICRO_BATCH),
             f"batch_sequences {job.inner.batch_sequences}, at most {MAX_MICRO_BATCH}",

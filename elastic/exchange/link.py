@@ -57,8 +57,10 @@ class Hello:
     """Inner steps of its checkpoint, 0 without one."""
     base_version: int = -1
     """Version its checkpoint trained from; -1 without a checkpoint."""
-    claims: RangeSet = RangeSet()
-    """Positions its checkpoint holds: trained since that version, or leased and not yet trained."""
+    held: RangeSet = RangeSet()
+    """Positions its checkpoint has trained on since that version."""
+    rest: RangeSet = RangeSet()
+    """Positions leased to its checkpoint and not yet trained on."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Entry:
     tensors: Wire
     basis: Basis
     claimed: bool
-    """The island's claims hold: it goes on from its own checkpoint."""
+    """The island's own progress since that version still counts: it goes on from its checkpoint."""
+    leased: RangeSet
+    """Positions that its checkpoint had leased, and that it may still train on."""
     gradient_step: int
     """Synchronous steps merged so far."""
     moments: Wire | None = None

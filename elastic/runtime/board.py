@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.base.config import Job
 from elastic.base.ranges import RangeSet
-from elastic.exchange.link import Basis, Beat, Packet, Part, Phase
+from elastic.exchange.link import Basis, Beat, Hello, Packet, Part, Phase
 from elastic.policy.evaluation import EvaluationQueue
 from elastic.policy.ledger import Ledger
 from elastic.policy.membership import Membership
@@ -78,11 +78,6 @@ class Anchor:
         if part.rows is not None:
             self.rows.setdefault(member.island, {})[member.rank] = part
 
-    def let_in(self, island: str) -> None:
-        """A waiting island takes part from here on."""
-        self.membership.wake(island, self.membership.generations[island])
-        self.waiting.discard(island)
-
     def forget(self, island: str) -> None:
         """The island is lost, or has begun anew."""
         for held in (self.digests, self.sizes, self.rows):
@@ -134,6 +129,7 @@ class Board:
         self.workers: dict[str, int] = {}
         self.joined: set[str] = set()
         self.claims: dict[str, bool] = {}
+        """Whether an island that has just joined goes on from the progress of its own checkpoint."""
         self.waiting: set[str] = set()
         """Joined islands that are not admitted yet."""
         self.stopped: set[str] = set()
@@ -157,6 +153,11 @@ class Board:
         return self.gradients.versions[0]
 
     @property
+    def stretch_open(self) -> bool:
+        """Whether synchronous steps are merged that no anchor has made durable yet."""
+        return self.gradient_step > self.anchor_step
+
+    @property
     def quorum(self) -> list[str]:
         """Islands without which a round does not close: the live ones.
 
@@ -164,6 +165,19 @@ class Board:
         round, and continues with it.
         """
         return sorted({*self.membership.live, *self.stopped})
+
+    def claim(self, hello: Hello, generation: int) -> None:
+        """Lease again what the checkpoint of an island that joins has in hand, as far as that is free.
+
+        The trained part counts only at the version it was trained from, and all of it or nothing. The
+        rest stays the island's even if the version has moved on, so that a run that was stopped and
+        continued deals its data as if nothing had happened.
+        """
+        name, ledger = hello.island, self.ledger
+        current = self.phase == "outer" and hello.base_version == self.version
+        claimed = current and ledger.claim(name, generation, hello.held)
+        ledger.claim(name, generation, hello.rest & ledger.free)
+        self.claims[name] = claimed and bool(ledger.held(name, generation))
 
     def phase_for(self, committed: int) -> Phase:
         """The phase that follows when this many positions are committed."""
@@ -199,11 +213,14 @@ class Board:
 
     def roll_back(self) -> int:
         """Nobody is left in a stretch: back to the last anchor; returns the steps that are redone."""
-        lost = self.gradient_step - self.anchor_step
-        replayed = self.ledger.replayed_sequences
+        lost, before = self.gradient_step - self.anchor_step, self.ledger
         self.ledger = Ledger(self.setup.total_sequences, self.setup.block_sequences, 1, self.durable)
-        self.ledger.replayed_sequences = replayed
-        self.gradients = Rounds(1, "tokens", [self.anchor_step], kind="gradient")
+        self.ledger.replayed_sequences = before.replayed_sequences
+        for (island, generation), ranges in before.leased.items():  # of those that wait to be let in
+            self.ledger.claim(island, generation, ranges)
+        # Numbers of gradients go on: whoever holds one of the steps that are redone never mixes them up.
+        self.gradients = Rounds(1, "tokens", [self.gradient_step], kind="gradient")
+        self.anchor_step = self.gradient_step
         self.stretch, self.anchor = Stretch(), None
         self.packets["gradient"].clear()
         self.parts.clear()

@@ -35,6 +35,8 @@ from elastic.views.event_log import EventLog
 LOOK_EVERY_S = 0.5
 STOP_GRACE_S = 15.0
 """How long islands may take to save themselves after a stop signal."""
+END_GRACE_S = 60.0
+"""How long islands may take to leave a finished run."""
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -53,6 +55,12 @@ class Attempt:
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     prepared: Prepared | None = None
     last: Snapshot | None = None
+    finished_at: float | None = None
+
+    def waited_for_islands(self, grace_s: float) -> bool:
+        """Whether the run has been finished for so long that islands must have left by now."""
+        self.finished_at = self.finished_at or self.clock()
+        return self.clock() - self.finished_at > grace_s
 
 
 @dataclass(frozen=True)
@@ -69,23 +77,25 @@ def train(
     job: Resolved[Job],
     fleet: Resolved[Fleet],
     *,
-    signals: StopSignals,
+    signals: StopSignals | None = None,
     listeners: Callable[[Storage], Sequence[Listener]] = lambda storage: (),
     in_ray_job: bool = False,
 ) -> Result:
     """Run or continue a job until it is done, stopped or failed; the result is in the run folder too.
 
-    `listeners(storage)` are given every event as it happens. Raises ElasticError for
+    `signals`, if given, takes over ctrl-C and SIGTERM (main thread only); `listeners(storage)` are
+    given every event as it happens. Raises ElasticError for
     whatever makes the run impossible before it has begun.
     """
     storage = open_storage(job.value, fleet.value, in_ray_job)
     lock = LockKeeper(storage)
     events = EventLog(storage, f"controller-a{lock.epoch}")
-    attempt = Attempt(job.value, fleet.value, storage, lock, events, signals)
+    attempt = Attempt(job.value, fleet.value, storage, lock, events, signals or StopSignals())
+    install = signals.install if signals else lambda: None
     try:
         for listener in listeners(storage):
             events.add_listener(listener)
-        over = _run(attempt, job)
+        over = _run(attempt, job, install)
     except KeyboardInterrupt as error:
         over = Over("stopped", 130, "interrupted while starting or ending", error)
     except ElasticError as error:
@@ -95,7 +105,7 @@ def train(
     return _end(attempt, over)
 
 
-def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
+def _run(attempt: Attempt, job: Resolved[Job], install: Callable[[], None]) -> Over:
     """Everything between the lock and the result."""
     attempt.prepared = prepared = prepare_run(
         attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events
@@ -104,7 +114,7 @@ def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
         return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
     if attempt.signals.received:
         return _stopped(attempt)
-    with cluster.connected(attempt.fleet, attempt.signals.install):
+    with cluster.connected(attempt.fleet, install):
         cluster.check_shared(attempt.storage)
         islands = Islands(
             attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events
@@ -118,8 +128,7 @@ def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
                 return over
             finally:
                 islands.end_all()
-                with contextlib.suppress(Exception):  # the run is over; its last figures are a courtesy
-                    attempt.last = synchronizer.close()
+                close(attempt, synchronizer)
 
 
 def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) -> Over:
@@ -160,7 +169,7 @@ def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) 
 
 def decide(attempt: Attempt, view: Snapshot, islands: Islands) -> Over | None:
     """What ends a run, apart from an island's own ending."""
-    if view.finished and islands.all_ended():
+    if view.finished and (islands.all_ended() or attempt.waited_for_islands(END_GRACE_S)):
         return Over("done", EXIT_DONE)
     if view.failure:
         code = 75 if view.storage_failed else 1
@@ -191,6 +200,17 @@ def wind_down(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islan
     if not islands.all_ended():
         what = f"not every island saved itself within {STOP_GRACE_S:g} s; their last checkpoints stand"
         attempt.events.emit("warning", {"what": what})
+
+
+def close(attempt: Attempt, synchronizer: SynchronizerHandle) -> None:
+    """The synchronizer's last figures and events; what matters of the run is durable already."""
+    try:
+        attempt.last = synchronizer.close()
+        _, events = synchronizer.look()
+        for event in events:
+            attempt.events.tell(event)
+    except (ElasticError, OSError) as error:
+        attempt.events.emit("warning", {"what": f"the synchronizer did not close in order: {error}"})
 
 
 @contextlib.contextmanager

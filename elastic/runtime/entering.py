@@ -38,7 +38,8 @@ def enter(rank: IslandRank) -> bool:
         parameters=parameter_fingerprint(rank.parameters),
         step=saved.step if saved else rank.step,
         base_version=saved.version if saved else -1,
-        claims=saved.held | saved.rest if saved else RangeSet(),
+        held=saved.held if saved else RangeSet(),
+        rest=saved.rest if saved else RangeSet(),
     )
     if rank.member is None:
         generation = rank.agree(lambda: rank.link.join(hello))
@@ -86,9 +87,10 @@ def _take_over(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
     rank.basis = entry.basis
     rank.step = saved.step if saved else rank.step
     rank.feed.clear()
+    rank.feed.rest = entry.leased
     rank.loss_sum, rank.tokens, steps_since = 0.0, 0, 0
     if resumed:
-        rank.feed.held, rank.feed.rest = resumed.held, resumed.rest
+        rank.feed.held = resumed.held
         rank.loss_sum, rank.tokens, steps_since = resumed.loss_sum, resumed.tokens, resumed.steps_since
     if entry.phase == "synchronous":
         rank.phase = SynchronousPhase(rank, entry.version, entry.gradient_step)

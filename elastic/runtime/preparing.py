@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from elastic.base.config import Fleet, Job
@@ -15,11 +14,13 @@ from elastic.base.ranges import RangeSet
 from elastic.base.resolve import Resolved
 from elastic.policy.plan import block_sequences, total_sequences
 from elastic.runtime.board import RunSetup
+from elastic.runtime.corpora import cache_path, open_corpus
 from elastic.runtime.run_folder import identify
 from elastic.state.records import Lineage, load_records
 from elastic.state.replay import committed_by
+from elastic.state.run_file import read_run
 from elastic.state.storage import Storage
-from elastic.training.corpus import Corpus, CorpusInfo, prepare
+from elastic.training.corpus import Corpus, CorpusInfo
 from elastic.training.listing import compare
 
 PROGRESS_EVERY_S = 1.0
@@ -34,7 +35,7 @@ class Prepared:
     run: str
     epoch: int
     info: CorpusInfo
-    corpus_folder: str
+    corpus_cache: str
     total_sequences: int
     block_sequences: int
     committed: int
@@ -70,7 +71,8 @@ def prepare_run(
     for key, origin in job.origins.items():
         if origin.source == "derived":
             events.emit("derived", {"key": key, "value": origin.value, "why": origin.why})
-    info = _corpus(value, events)
+    corpus = _corpus(storage, value, events)
+    info = corpus.info
     if not info.validation.sequences:
         raise RunFolderError(
             "no held-out sequence is left",
@@ -116,7 +118,7 @@ def prepare_run(
         run=identity.run,
         epoch=epoch,
         info=info,
-        corpus_folder=str(Path(value.data.cache_folder).absolute() / info.key),
+        corpus_cache=cache_path(value.data.cache_folder),
         total_sequences=total,
         block_sequences=_block(lineage, value),
         committed=len(committed),
@@ -128,7 +130,8 @@ def prepare_run(
     )
 
 
-def _corpus(job: Job, events: EventSink) -> CorpusInfo:
+def _corpus(storage: Storage, job: Job, events: EventSink) -> Corpus:
+    """The run's corpus. A continued run keeps the tokenised copy it has, and names sources that changed."""
     told = float("-inf")
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -138,9 +141,11 @@ def _corpus(job: Job, events: EventSink) -> CorpusInfo:
         told = time.monotonic()
         events.emit("data_progress", {"stage": stage, "done": done, "total": total, "unit": "bytes"})
 
-    info = prepare(job.data, Path(job.data.cache_folder), progress)
-    changed = compare(Corpus.open(Path(job.data.cache_folder) / info.key).manifest(), job.data)
-    if changed:
+    there = read_run(storage) or {}
+    cache = cache_path(job.data.cache_folder)
+    corpus = open_corpus(job.data, cache, there.get("corpus", ""), there.get("manifest", ""), progress)
+    info = corpus.info
+    if there and (changed := compare(corpus.manifest(), job.data)):
         events.emit("data_changed", {"files": [str(change) for change in changed]})
     events.emit(
         "data_ready",
@@ -153,7 +158,7 @@ def _corpus(job: Job, events: EventSink) -> CorpusInfo:
             "skipped": [name for name, _ in info.skipped_files],
         },
     )
-    return info
+    return corpus
 
 
 def _check_budget(committed: RangeSet, total: int, job: Job) -> None:

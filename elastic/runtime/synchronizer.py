@@ -85,11 +85,7 @@ class Synchronizer:
             board.joined.add(name)
             board.waiting.add(name)
             board.workers[name] = hello.workers
-            board.claims[name] = (
-                hello.base_version == board.version
-                and bool(hello.claims)
-                and board.ledger.claim(name, generation, hello.claims)
-            )
+            board.claim(hello, generation)
             self.store.generations[name] = generation
             self._lock.notify_all()
             return generation
@@ -103,7 +99,7 @@ class Synchronizer:
                 board, name = self.board, member.island
                 if board.membership.state(name) == "idle" and name not in board.waiting:
                     board.waiting.add(name)  # it was out of data and comes back
-                self._admit()
+                    self._lock.notify_all()
                 if name not in board.waiting and not self._merging.busy:
                     return self._entry(member, hello)
                 left = deadline - self._clock()
@@ -317,14 +313,17 @@ class Synchronizer:
             self.recorder.lost(island, board.membership.why(island), len(returned))
         if not board.begun and board.joined >= set(self.setup.islands):
             board.begun = True
-        stretch_open = board.gradient_step > board.anchor_step
-        if stretch_open and not board.membership.live and not self._merging.busy:
+        if board.stretch_open and not board.membership.live and not self._merging.busy:
             steps = board.roll_back()
             self.recorder.warn(f"no island is left in the synchronous phase: {steps} steps are redone")
         self._admit()
 
     def _admit(self) -> None:
-        """Let waiting islands in: at a version boundary, with valid claims, or if nobody else works."""
+        """Let waiting islands in: at a version boundary, with progress of their own, or if nobody works.
+
+        Only `_tick` calls this, right before the next job is chosen: so nobody is let in at a version
+        while an answered round is about to replace it.
+        """
         board = self.board
         if not board.begun or self._merging.busy:
             return
@@ -342,16 +341,19 @@ class Synchronizer:
         if member.rank == 0:
             self.recorder.entered(member, hello, store.digest)
         tensors = pack_encoded(store.state.published, "fp32")
-        self._count_bytes("down", tensors.nbytes)
         synchronous = board.phase == "synchronous"
         moments = pack_encoded(store.moments, "fp32") if synchronous and store.moments else None
+        self._count_bytes("down", tensors.nbytes + (moments.nbytes if moments else 0))
+        claimed = board.claims.get(name, False)
+        leased = board.ledger.held(name, member.generation)
         return Entry(
             version=board.version,
             phase=board.phase,
             digest=store.digest,
             tensors=tensors,
             basis=board.basis(),
-            claimed=board.claims.get(name, False),
+            claimed=claimed,
+            leased=leased - hello.held if claimed else leased,
             gradient_step=board.gradient_step,
             moments=moments,
             adam_steps=store.adam_steps,
@@ -360,8 +362,7 @@ class Synchronizer:
     def _stop_now(self) -> bool:
         """Stopping is asked for; in a synchronous stretch only after its anchor, to lose nothing."""
         board = self.board
-        stretch_open = board.phase == "synchronous" and board.gradient_step > board.anchor_step
-        return bool(board.stopping) and not (stretch_open and board.membership.live)
+        return bool(board.stopping) and not (board.stretch_open and board.membership.live)
 
     def _fence(self, member: Member) -> None:
         board = self.board

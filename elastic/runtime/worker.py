@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elastic.base.config import Job
 from elastic.exchange.ray_link import RayLink
+from elastic.runtime.corpora import open_corpus
 from elastic.runtime.island_loop import run_island
 from elastic.runtime.island_rank import IslandRank
 from elastic.runtime.island_store import IslandStore
@@ -42,7 +42,9 @@ class WorkerSpec:
     start: int
     """How often this attempt has started the island; keeps the writers of events apart."""
     storage: Storage
-    corpus_folder: str
+    corpus_cache: str
+    corpus_key: str
+    manifest: str
     vocab_size: int
     threads: int
     synchronizer: Any
@@ -70,6 +72,7 @@ def train_worker(config: dict[str, WorkerSpec]) -> str:
         mesh=mesh,
         seed=island_seed(job.seed, spec.island),
     )
+    corpus = node_corpus(spec, context.get_local_rank(), cpu_group)
     writer = f"island-{spec.island}-a{spec.epoch}-{spec.start}"
     events = EventLog(spec.storage, writer) if number == 0 else Quiet()
     try:
@@ -79,7 +82,7 @@ def train_worker(config: dict[str, WorkerSpec]) -> str:
             link=RayLink(spec.synchronizer),
             group=Group(number, world_size, cpu_group),
             inner=inner,
-            corpus=Corpus.open(Path(spec.corpus_folder)),
+            corpus=corpus,
             events=events,
             versions=library_versions(),
             device=str(device),
@@ -97,6 +100,14 @@ def train_worker(config: dict[str, WorkerSpec]) -> str:
         return run_island(rank)
     finally:
         events.close()
+
+
+def node_corpus(spec: WorkerSpec, local_rank: int, group: dist.ProcessGroup | None) -> Corpus:
+    """The corpus on this node. Where the cache is not shared, one rank of the node tokenises it first."""
+    arguments = (spec.job.data, spec.corpus_cache, spec.corpus_key, spec.manifest)
+    corpus = open_corpus(*arguments) if local_rank == 0 else None
+    dist.barrier(group=group)
+    return corpus or open_corpus(*arguments)
 
 
 def island_seed(seed: int, island: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic.base.errors import ElasticError, IntegrityError
 from elastic.state.audit_events import StoredEvents, check_digests, read_digests
-from elastic.state.audit_files import check_corpus, check_islands, check_replay, check_tensors
+from elastic.state.audit_files import check_corpus, check_islands, check_replay, check_tensors, retired_by
 from elastic.state.audit_records import (
     Check,
     check_chain,
@@ -24,7 +24,7 @@ from elastic.state.audit_records import (
     check_versions,
 )
 from elastic.state.layout import RECORDS, RESULT_FILE, RUN_FILE
-from elastic.state.records import Lineage, load_records
+from elastic.state.records import Lineage, load_records, read_abandoned
 from elastic.state.run_file import read_run, require_run
 from elastic.state.storage import Storage
 
@@ -87,15 +87,16 @@ def _checks(
     result: dict[str, Any] | None,
     result_check: Check,
 ) -> list[Check]:
-    records = lineage.records
+    records, abandoned = lineage.records, read_abandoned(storage, lineage)
+    retired = retired_by([*records, *abandoned])
     calls: list[tuple[str, Callable[[], Check]]] = [
         ("records", lambda: check_chain(lineage, run)),
         ("versions", lambda: check_versions(records)),
         ("sequences", lambda: check_sequences(records)),
         ("contributions", lambda: check_contributions(records)),
-        ("tensor files", lambda: check_tensors(storage, records)),
-        ("replay", lambda: check_replay(storage, records)),
-        ("digests", lambda: check_digests(events, lineage, storage)),
+        ("tensor files", lambda: check_tensors(storage, records, retired)),
+        ("replay", lambda: check_replay(storage, records, retired)),
+        ("digests", lambda: check_digests(events, lineage, abandoned)),
         ("result", lambda: check_result(result, records) if result is not None else result_check),
         ("island checkpoints", lambda: check_islands(storage)),
         ("corpus", lambda: check_corpus(storage, run)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.base.errors import IntegrityError
 from elastic.state.audit_records import Check, verdict
 from elastic.state.layout import EVENTS, parse_record_name
-from elastic.state.records import Lineage, Record, parse_record
+from elastic.state.records import Lineage, Record
 from elastic.state.storage import Storage
 
 _AT_ONCE = 64
@@ -57,17 +57,17 @@ def _take(event: dict, name: str, events: StoredEvents) -> None:
         events.reported.append(Reported(kind, str(who), fragment, version, str(event["digest"]), name))
 
 
-def check_digests(events: StoredEvents, lineage: Lineage, storage: Storage) -> Check:
+def check_digests(events: StoredEvents, lineage: Lineage, abandoned: Sequence[Record]) -> Check:
     """Every version that an island held, or that was announced, is the recorded one, bit for bit."""
     problems = list(events.damaged)
-    branches = _readable(lineage, storage)
     known: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for record in [*lineage.records, *branches]:
+    for record in [*lineage.records, *abandoned]:
         if "digest" in record.body:
             known[record.body.get("fragment", 0), record.body.get("version", 0)].add(record.body["digest"])
     newest = lineage.records[-1].body["versions"] if lineage.records else [0]
     redone = _redone_after(lineage)
     compared, branched, unknown = 0, 0, 0
+    beyond: dict[int, Reported] = {}
     for seen in events.reported:
         digests = known.get((seen.fragment, seen.version), set())
         if seen.digest in digests:
@@ -75,10 +75,7 @@ def check_digests(events: StoredEvents, lineage: Lineage, storage: Storage) -> C
         elif seen.version > redone:
             branched += 1  # an attempt whose last records were lost or belong to an abandoned branch
         elif seen.version > newest[seen.fragment]:
-            problems.append(
-                f"{seen.name}: version {seen.version} was announced by {seen.who}, but the records end at "
-                f"{newest[seen.fragment]}; the newest records are lost"
-            )
+            beyond.setdefault(seen.version, seen)
         elif not digests:
             unknown += 1
         else:
@@ -86,20 +83,17 @@ def check_digests(events: StoredEvents, lineage: Lineage, storage: Storage) -> C
                 f"{seen.name}: {seen.who} held version {seen.version} with digest {seen.digest[:12]}..., "
                 f"the record says {min(digests)[:12]}...; it trained from other parameters"
             )
+    if beyond:
+        last = beyond[max(beyond)]
+        problems.insert(
+            0,
+            f"{last.name}: version {last.version} was known to {last.who}, but the records end at version "
+            f"{newest[last.fragment]}; the records of {len(beyond)} versions are lost",
+        )
     good = f"{compared} reports of versions agree with the records"
     good += f"; {branched} of redone versions" if branched else ""
     good += f"; {unknown} of versions without a recorded digest" if unknown else ""
     return verdict("digests", problems, good)
-
-
-def _readable(lineage: Lineage, storage: Storage) -> list[Record]:
-    found: list[Record] = []
-    for name, data in storage.read_many(lineage.abandoned).items():
-        try:
-            found.append(parse_record(name, data))
-        except IntegrityError:
-            continue  # an earlier fall-back named it; it is not part of the state
-    return found
 
 
 def _redone_after(lineage: Lineage) -> float:

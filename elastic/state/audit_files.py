@@ -18,28 +18,26 @@ from elastic.training.digest import digest
 from elastic.training.outer import OuterState
 
 
-def check_tensors(storage: Storage, records: Sequence[Record]) -> Check:
+def check_tensors(storage: Storage, records: Sequence[Record], retired: set[str]) -> Check:
     """Every snapshot and delta that was not retired is there, with the recorded hash."""
     problems: list[str] = []
     named = {file.stored.name for record in records for file in files_of(record)}
-    retired = retired_by(records)
     kept = [file for record in records for file in files_of(record) if file.stored.name not in retired]
     for file in kept:
         try:
             tensors.verify(storage, file.stored)
         except IntegrityError as error:
-            problems.append(
-                f"{file.stored.name} ({file.what} of version {file.version}): {error.what}, {error.saw}"
-            )
+            problems.append(f"{file.stored.name} ({file.what} of version {file.version}): {short(error)}")
     others = [name for name in storage.list(TENSORS) if name not in named]
+    if problems:
+        problems.append("a resume falls back before a damaged file, and trains again what came after it")
     good = f"{len(kept)} kept files with the right hashes, {len(retired)} retired"
     good += f"; {len(others)} of abandoned branches" if others else ""
     return verdict("tensor files", problems, good)
 
 
-def check_replay(storage: Storage, records: Sequence[Record]) -> Check:
+def check_replay(storage: Storage, records: Sequence[Record], retired: set[str]) -> Check:
     """From the oldest kept snapshot on, deltas lead to the recorded digest of every version."""
-    retired = retired_by(records)
     problems: list[str] = []
     state: OuterState | None = None
     versions = 0
@@ -55,7 +53,7 @@ def check_replay(storage: Storage, records: Sequence[Record]) -> Check:
                 state, _ = load_snapshot(storage, snapshot)
                 problems += _wrong_digest(record, state, f"{snapshot.name} gives")
         except IntegrityError as error:
-            problems.append(f"version {record.body.get('version', 0)}: {str(error).splitlines()[0]}")
+            problems.append(f"version {record.body.get('version', 0)}: {error.where}: {short(error)}")
             state = None
         versions += state is not None and (is_step(record) or snapshot is not None)
     if state is None and not problems:
@@ -81,8 +79,9 @@ def check_corpus(storage: Storage, run: Mapping[str, Any]) -> Check:
 
     cache = ((run.get("job") or {}).get("data") or {}).get("cache_folder")
     folders = [storage.path(DATA), Path(cache).expanduser() if cache else None]
-    places = {p.resolve() for folder in folders if folder for p in folder.glob(f"*/{INFO_NAME}")}
-    wanted = [p for p in sorted(places) if run.get("corpus") in (None, p.parent.name)]
+    found = [place for folder in folders if folder for place in sorted(folder.glob(f"*/{INFO_NAME}"))]
+    places = {place.parent.name: place for place in reversed(found)}  # one a key, the run folder's first
+    wanted = [place for key, place in places.items() if run.get("corpus") in (None, key)]
     problems: list[str] = []
     checked = 0
     for place in wanted:
@@ -92,12 +91,17 @@ def check_corpus(storage: Storage, run: Mapping[str, Any]) -> Check:
                 corpus.verify()
                 checked += 1
         except (IntegrityError, DataError) as error:
-            problems.append(f"{error.where}: {error.what}, {error.saw}")
+            problems.append(f"{error.where}: {short(error)}")
         except (OSError, KeyError, TypeError, ElasticError) as error:
             problems.append(f"{place}: {type(error).__name__}: {error}")
     if not checked and not problems:
         return Check("corpus", True, "not on this machine; training makes it again from the sources")
     return verdict("corpus", problems, f"{checked} tokenised corpus, hashes right")
+
+
+def short(error: ElasticError) -> str:
+    """What is wrong and what was seen, without the place."""
+    return f"{error.what}, {error.saw}" if error.saw else error.what
 
 
 def retired_by(records: Sequence[Record]) -> set[str]:

@@ -37,7 +37,9 @@ def check_chain(lineage: Lineage, run: Mapping[str, Any]) -> Check:
     problems = [f"{skipped.name}: {skipped.reason}" for skipped in lineage.skipped]
     if problems:
         last = lineage.last.name if lineage.last else "nothing"
-        problems.append(f"the run would go on from {last}, and what later records committed would be redone")
+        problems.insert(
+            1, f"the run would go on from {last} and redo what came later, so other checks may fail too"
+        )
     for record in lineage.records:
         if run and record.body.get("run") != run.get("run"):
             problems.append(

@@ -4,7 +4,7 @@ A checkpoint is a folder `<prefix>/<generation>-<number>-<step>/`. Rank r of w w
 `<r>-of-<w>.safetensors`, the rows it holds of every tensor, and then the marker `<r>-of-<w>.json`:
 sealed JSON with the file's hash and, per tensor, first row, rows and full shape. The checkpoint is
 complete when the markers of all w ranks are there. Nothing is a pickle and no rank waits for another
-(docs/design/0003-island-checkpoints.md).
+(docs/design/0004-island-checkpoints.md).
 """
 
 from __future__ import annotations

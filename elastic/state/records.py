@@ -159,6 +159,17 @@ def parse_record(name: str, data: bytes) -> Record:
     return record
 
 
+def read_abandoned(storage: Storage, lineage: Lineage) -> list[Record]:
+    """The valid records on branches that were not continued, in no useful order."""
+    found: list[Record] = []
+    for name, data in storage.read_many(lineage.abandoned).items():
+        try:
+            found.append(parse_record(name, data))
+        except IntegrityError:
+            continue  # the fall-back that left it behind has named it; it is no part of the state
+    return found
+
+
 class _Reader:
     """Walks the files that a listing found, and keeps what had to be skipped."""
 

@@ -39,7 +39,7 @@ def test_folders_follow_from_the_name() -> None:
     assert resolve_job(JOB).value.run_folder == "runs/demo"
     assert resolve_job(JOB).value.data.cache_folder == "runs/demo/data"
     url = resolve_job(JOB.model_copy(update={"run_folder": "s3://b/r/"}))
-    assert (url.value.run_folder, url.value.data.cache_folder) == ("s3://b/r/", "s3://b/r/data")
+    assert (url.value.run_folder, url.value.data.cache_folder) == ("s3://b/r/", "~/.cache/elastic")
 
 
 @pytest.mark.parametrize(("d_model", "ffn_dim"), [(128, 352), (256, 688), (768, 2048), (2048, 5472), (6, 16)])

@@ -216,7 +216,7 @@ def test_a_removed_record_is_named(run: Run, position: int) -> None:
     run.storage.delete(name)
     failed = run.failed()
     if position == 13:
-        assert "version 12 was announced" in failed["digests"]
+        assert "version 12 was known to" in failed["digests"]
         assert "the records say [11]" in failed["result"]
     else:
         assert name in failed["records"]
@@ -263,7 +263,7 @@ BROKEN: list[tuple[str, str, Callable[[Run], object]]] = [
     ("replay", "the file is missing", lambda run: run.storage.delete(run.storage.list("outer")[1])),
     ("digests", "eu held version 12 with digest f{12}.*trained from other parameters",
      lambda run: run.events({"kind": "adopted", "island": "eu", "version": 12, **FAR})),
-    ("digests", "version 13 was announced by w, but the records end at 12",
+    ("digests", "version 13 was known to w, but the records end at version 12",
      lambda run: run.events({"kind": "outer_step", "version": 13, **FAR})),
     ("digests", r"events/w/000000.jsonl:1: not an event",
      lambda run: run.storage.write("events/w/000000.jsonl", b"{x")),
