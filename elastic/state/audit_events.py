@@ -88,7 +88,7 @@ def check_digests(events: StoredEvents, lineage: Lineage, abandoned: Sequence[Re
         problems.insert(
             0,
             f"{last.name}: version {last.version} was known to {last.who}, but the records end at version "
-            f"{newest[last.fragment]}; the records of {len(beyond)} versions are lost",
+            f"{newest[last.fragment]}; the newest records are lost",
         )
     good = f"{compared} reports of versions agree with the records"
     good += f"; {branched} of redone versions" if branched else ""

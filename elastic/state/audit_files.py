@@ -30,7 +30,7 @@ def check_tensors(storage: Storage, records: Sequence[Record], retired: set[str]
             problems.append(f"{file.stored.name} ({file.what} of version {file.version}): {short(error)}")
     others = [name for name in storage.list(TENSORS) if name not in named]
     if problems:
-        problems.append("a resume falls back before a damaged file, and trains again what came after it")
+        problems.insert(1, "a resume falls back before a damaged file, and trains again what came after it")
     good = f"{len(kept)} kept files with the right hashes, {len(retired)} retired"
     good += f"; {len(others)} of abandoned branches" if others else ""
     return verdict("tensor files", problems, good)

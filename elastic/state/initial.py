@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from elastic.base.config import DecoderModel, HuggingFaceModel, Job
-from elastic.base.errors import ConfigError
+from elastic.base.errors import ConfigError, ElasticError
 from elastic.state.records import load_records
 from elastic.state.replay import load_outer
 from elastic.state.run_file import require_run
@@ -75,4 +75,7 @@ def _decoder_parameters(model: DecoderModel, folder: Path) -> Tensors:
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
-    return from_hugging_face(tensors, model)
+    try:
+        return from_hugging_face(tensors, model)
+    except ElasticError as error:
+        raise ConfigError([f"init_from {folder}: {error}"]) from error
