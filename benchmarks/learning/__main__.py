@@ -16,14 +16,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.cells import Cell, choose
+import elastic
+from benchmarks.learning.cells import HARNESS, Cell, choose
 from benchmarks.learning.results import FOLDER, Results, machine, open_results
 from benchmarks.learning.table import page_part, rows_of, to_json, write_page
 from elastic.base.configfile import load_job
-from elastic.runtime.versions import library_versions
 from elastic.state.storage import Storage
 from elastic.training.corpus import prepare
 from elastic.views.format import duration_text
@@ -56,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"benchmarks.learning: {error}", file=sys.stderr)
         return 2
-    missing = [cell for cell in cells if cell.key not in results.cells]
+    missing = [
+        cell for cell in cells if results.cells.get(cell.key, {}).get("outer") != outer_of(cell, options)
+    ]
     say(f"{results.path}: {len(cells) - len(missing)} of {len(cells)} cells are there")
     failed = run_cells(missing, results, options.workers, lambda cell: ask(cell, options, corpus))
     part = page_part(results.to_json(), results.path.name) if results.cells else ""
@@ -108,10 +111,10 @@ def prepare_all(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Tokenise the corpus once; its folder, and the configuration that decides every figure."""
     job = load_job(options.job, [f"budget.tokens={options.tokens}"]).value
     info = prepare(job.data, options.cache)
-    described = job.model_dump(mode="json")
-    described["data"]["cache_folder"] = None
+    described = job.model_dump(mode="json", exclude={"outer": True, "data": {"cache_folder"}})
     configuration = {
         "job": described,
+        "harness": list(HARNESS),
         "tokens": options.tokens,
         "corpus": {
             "key": info.key,
@@ -120,7 +123,7 @@ def prepare_all(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
             "validation_sequences": info.validation.sequences,
             "validation_bytes": info.validation.bytes,
         },
-        "versions": library_versions(),
+        "versions": {"elastic": elastic.__version__, "torch": version("torch")},
         "machine": machine(),
     }
     return options.cache / info.key, json.loads(json.dumps(configuration))
@@ -146,6 +149,11 @@ def run_cells(
             took = f"{duration_text(figures['wall_s'])}, {duration_text(figures['cpu_s'])} of CPU"
             say(f"{number}/{len(cells)} {cell.key}: loss {figures['loss']:.4f}, {took}")
     return failed
+
+
+def outer_of(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+    """The outer section of a cell's job, every value filled in."""
+    return load_job(options.job, [*cell.overrides, *HARNESS]).value.outer.model_dump(mode="json")
 
 
 def ask(cell: Cell, options: argparse.Namespace, corpus: Path) -> dict[str, Any]:

@@ -14,17 +14,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.learning.cells import HARNESS
 from elastic.base.configfile import load_job
 from elastic.runtime.in_process import run_in_process
 from elastic.state.storage import Storage
 
 LONGEST_S = 12 * 3600.0
-HARNESS = (
-    "outer.island_timeout_s=600",  # on a busy machine a thread may have to wait; nobody is lost here
-    "validation.every=1000000",  # only the last version is judged, on everything
-    "logging.tensorboard=false",
-)
-"""Overrides of every cell that change what it costs, not what it learns."""
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The results file: the full configuration, and the figures of every cell that is done.
 
 The file is replaced as a whole after each cell, so an interrupted benchmark loses at most the cells that
-were running. A file is continued only by a benchmark with the same configuration; anything else that
-decides a figure (code, libraries, corpus, job) starts a new file.
+were running. A file is continued only by a benchmark with the same configuration: another corpus, model,
+budget or library starts a new file. The outer optimiser's values stand with each cell, and a cell is run
+again when those that its row stands for have changed.
 """
 
 from __future__ import annotations

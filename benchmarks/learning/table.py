@@ -62,7 +62,7 @@ def rows_of(cells: Iterable[Figures]) -> list[Row]:
         for cell in group
         if label == BASELINE
     }
-    order = {label: number for number, label in enumerate(dict.fromkeys([BASELINE, *PRESETS, *VARIANTS]))}
+    order = {label: number for number, label in enumerate([*PRESETS, *VARIANTS])}
     keys = sorted(groups, key=lambda key: (key[1], order.get(key[0], len(order)), key[0]))
     return [_row(sorted(groups[key], key=lambda cell: cell["seed"]), partners) for key in keys]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json as json_format
 import os
+import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.base.config import Fleet, Job
+from elastic.base.config import Fleet, Job, LocalCluster
 from elastic.base.configfile import load_both
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def train_command(job_file: Path, fleet_file: Path, overrides: Sequence[str], js
     in_ray_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     check_first(job.value, fleet.value, in_ray_job)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if isinstance(fleet.value.cluster, LocalCluster):
+        _keep_private(os.environ)
 
     from elastic.runtime.controller import train
     from elastic.runtime.signals import StopSignals
@@ -53,6 +56,15 @@ def train_command(job_file: Path, fleet_file: Path, overrides: Sequence[str], js
     if result.status == "failed":
         print(result.reason, file=sys.stderr)  # the traceback of the user's code comes last
     sys.exit(result.exit_code)
+
+
+def _keep_private(environment: MutableMapping[str, str]) -> None:
+    """A Ray of our own lets nobody else in, whatever tokens this user's HOME holds for other clusters.
+
+    Without a token, whoever reaches its ports can run code.
+    """
+    if environment.setdefault("RAY_AUTH_MODE", "token") == "token":
+        environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def check_first(job: Job, fleet: Fleet, in_ray_job: bool) -> None:

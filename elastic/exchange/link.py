@@ -69,7 +69,7 @@ class Basis:
 
     committed_tokens: int
     tokens_per_step: int
-    """Planned tokens of one inner step of all live islands together."""
+    """Planned tokens of one inner step of all islands that have data left, together."""
     total_tokens: int
 
 
@@ -128,7 +128,7 @@ class Part:
     ranges: RangeSet
     rows: Wire | None
     partial_digest: tuple[int, ...] = ()
-    """Of an anchor: `elastic.training.digest.partial_digest` of this rank's rows."""
+    """Of an anchor: `elastic.training.digest.partial_digest` of its parameters, then of its moments."""
     loss_sum: float = 0.0
     """Summed training loss of these tokens, as rank 0 knows it."""
     finite: bool = True

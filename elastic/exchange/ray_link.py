@@ -11,9 +11,9 @@ import dataclasses
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from elastic.base.errors import DeadlineError
+from elastic.base.errors import DeadlineError, ResumableError
 from elastic.exchange.link import (
     Beat,
     Command,
@@ -44,6 +44,12 @@ class RayLink:
             return ray.get(reference, timeout=CALL_TIMEOUT_S + waits_s)
         except RayTaskError as error:
             raise error.cause from error
+        except RayActorError as error:
+            raise ResumableError(
+                "the synchronizer died",
+                saw=str(error).splitlines()[0],
+                fix="the same command continues the run from its last durable state",
+            ) from error
         except GetTimeoutError as error:
             raise DeadlineError(
                 f"the synchronizer did not answer `{method}`",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.base.config import BytesTokenizer, DecoderModel, Fleet, Job
+from elastic.base.known import known
 from elastic.base.resolve import resolve_job
 from elastic.policy.sizes import ParameterCount, bytes_per_outer_step, count_parameters, flops_per_token
 
@@ -98,7 +99,7 @@ def make_plan(
         )
         for island, share in zip(fleet.islands, _by_name(fleet, shares), strict=True)
     )
-    sync_every = _known(job.outer.sync_every)
+    sync_every = known(job.outer.sync_every)
     steps = max(island.inner_steps or 0 for island in islands) if total else None
     synchronous = None
     if total and steps:
@@ -155,10 +156,10 @@ def warmup_sequences(job: Job, total: int, islands: int) -> int:
     `outer.warmup` of the budget in whole periods of `sync_every` steps, and never more than was
     asked for; a share of 1 is the whole run.
     """
-    share = _known(job.outer.warmup)
+    share = known(job.outer.warmup)
     if share >= 1.0:
         return total
-    period = _known(job.outer.sync_every) * job.inner.batch_sequences * islands
+    period = known(job.outer.sync_every) * job.inner.batch_sequences * islands
     return int(share * total) // period * period
 
 
@@ -199,10 +200,3 @@ def _price(per_worker: float | None, workers: int) -> float | None:
 def _sum(prices: Iterable[float | None]) -> float | None:
     known = list(prices)
     return None if None in known else sum(price or 0.0 for price in known)
-
-
-def _known(value: Any) -> Any:
-    """A value that `resolve_job` always fills in."""
-    if value is None:
-        raise ValueError("the job is not resolved")
-    return value

@@ -128,6 +128,8 @@ class Board:
         self.beats: dict[str, Beat] = {}
         self.workers: dict[str, int] = {}
         self.joined: set[str] = set()
+        self.basis = self._basis_now()
+        """Of the newest version: the same for all who hold it, whenever they came to it."""
         self.claims: dict[str, bool] = {}
         """Whether an island that has just joined goes on from the progress of its own checkpoint."""
         self.waiting: set[str] = set()
@@ -183,10 +185,19 @@ class Board:
         """The phase that follows when this many positions are committed."""
         return "synchronous" if committed < self.warmup_sequences else "outer"
 
-    def basis(self) -> Basis:
-        """What progress is computed from, at the newest version."""
+    def refresh_basis(self) -> None:
+        """Fix the basis: at a new version, or while nobody works with the last one."""
+        self.basis = self._basis_now()
+
+    def _basis_now(self) -> Basis:
         job = self.setup.job
-        islands = len(self.membership.live) or len(self.setup.islands)
+        members, generations = self.membership.members, self.membership.generations
+        busy = [
+            name
+            for name in members
+            if self.ledger.held(name, generations[name]) or self.ledger.has_for(name, members)
+        ]
+        islands = len(busy) or len(self.setup.islands)
         seq_len = job.data.seq_len
         return Basis(
             committed_tokens=self.ledger.committed_count * seq_len,

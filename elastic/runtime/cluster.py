@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.base.config import ExistingCluster, Fleet
 from elastic.base.errors import PlacementError, RunFolderError
 from elastic.policy.placement import NodeRecord
+from elastic.runtime.signals import StopSignals
 from elastic.state.storage import Storage
 
 MB = 2**20
@@ -26,14 +28,14 @@ PROBE_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def connected(fleet: Fleet, then: Callable[[], None]) -> Iterator[None]:
+def connected(fleet: Fleet, signals: StopSignals) -> Iterator[None]:
     """Be connected to the fleet's cluster; a simulated one ends with the block.
 
-    `then` is called right after `ray.init`, which replaces signal handlers.
+    Raises Interrupted if a stop signal comes before the block begins.
     """
     if isinstance(fleet.cluster, ExistingCluster):
         try:
-            ray.init(address=fleet.cluster.address, namespace=NAMESPACE, log_to_driver=False)
+            connect(fleet.cluster.address, signals)
         except ConnectionError as error:
             raise PlacementError(
                 "no Ray cluster answers",
@@ -42,33 +44,49 @@ def connected(fleet: Fleet, then: Callable[[], None]) -> Iterator[None]:
                 fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
             ) from error
         try:
-            then()
+            signals.check()
             yield
         finally:
             ray.shutdown()
         return
-    with _simulated(fleet) as address:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    with _simulated(fleet, signals) as address:
         try:
-            then()
+            connect(address, signals)
+            signals.check()
             yield
         finally:
             ray.shutdown()
 
 
+def connect(address: str, signals: StopSignals) -> None:
+    """`ray.init`, quiet: what the user needs to know is said by our own events."""
+    with signals.kept():
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING
+        )
+
+
 @contextlib.contextmanager
-def _simulated(fleet: Fleet) -> Iterator[str]:
+def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
     """A Ray cluster on this machine: a head, and a node per region that carries its label."""
     from ray.cluster_utils import Cluster
 
     size = OBJECT_STORE_MB * MB
     cluster = Cluster()
     try:
-        # The dashboard serves the State API, without which Ray Train cannot clean up after a lost actor.
         cluster.add_node(
-            num_cpus=1, object_store_memory=size, include_dashboard=True, dashboard_port=free_port()
+            num_cpus=1,
+            object_store_memory=size,
+            # The dashboard serves the State API, by which Ray Train cleans up after a lost actor.
+            include_dashboard=True,
+            dashboard_port=free_port(),
+            dashboard_agent_listen_port=free_port(),  # by default a fixed one: a second run would not get it
+            # Nobody needs these here: nodes do not come and go, and workers' logs stay in their files.
+            no_monitor=True,
+            include_log_monitor=False,
         )
         for region, islands in _by_region(fleet).items():
+            signals.check()
             resources = {}
             if fleet.region_resource is not None:
                 resources[fleet.region_resource.format(region=region)] = REGION_UNITS

@@ -27,7 +27,7 @@ from elastic.runtime.metrics import RayMetrics
 from elastic.runtime.preparing import Prepared, prepare_run
 from elastic.runtime.result import Result, read_result
 from elastic.runtime.run_folder import LockKeeper, open_storage
-from elastic.runtime.signals import StopSignals
+from elastic.runtime.signals import Interrupted, StopSignals
 from elastic.runtime.synchronizer_handle import SynchronizerHandle
 from elastic.state.storage import Storage
 from elastic.views.event_log import EventLog
@@ -91,11 +91,12 @@ def train(
     lock = LockKeeper(storage)
     events = EventLog(storage, f"controller-a{lock.epoch}")
     attempt = Attempt(job.value, fleet.value, storage, lock, events, signals or StopSignals())
-    install = signals.install if signals else lambda: None
     try:
         for listener in listeners(storage):
             events.add_listener(listener)
-        over = _run(attempt, job, install)
+        over = _run(attempt, job)
+    except Interrupted:
+        over = _stopped(attempt)
     except KeyboardInterrupt as error:
         over = Over("stopped", 130, "interrupted while starting or ending", error)
     except ElasticError as error:
@@ -105,16 +106,15 @@ def train(
     return _end(attempt, over)
 
 
-def _run(attempt: Attempt, job: Resolved[Job], install: Callable[[], None]) -> Over:
+def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
     """Everything between the lock and the result."""
     attempt.prepared = prepared = prepare_run(
-        attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events
+        attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events, attempt.signals.check
     )
     if prepared.complete:
         return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
-    if attempt.signals.received:
-        return _stopped(attempt)
-    with cluster.connected(attempt.fleet, install):
+    attempt.signals.check()
+    with cluster.connected(attempt.fleet, attempt.signals):
         cluster.check_shared(attempt.storage)
         islands = Islands(
             attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events
@@ -185,19 +185,20 @@ def decide(attempt: Attempt, view: Snapshot, islands: Islands) -> Over | None:
 
 
 def wind_down(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands, over: Over) -> None:
-    """Let the islands save themselves: resumable, within `STOP_GRACE_S`."""
+    """Let the islands that take part save themselves, within `STOP_GRACE_S`; the others have nothing to save."""
     received = attempt.signals.received
+    saving = attempt.last.live if attempt.last else ()
     attempt.events.emit("run_stopping", {"reason": over.reason, "signal": received.name if received else ""})
     synchronizer.stop(over.reason)
     deadline = attempt.clock() + STOP_GRACE_S
-    while not islands.all_ended() and attempt.clock() < deadline:
+    while not islands.all_ended(saving) and attempt.clock() < deadline:
         islands.wait(LOOK_EVERY_S)
         view, events = synchronizer.look()
         islands.endings(view)
         attempt.last = view
         for event in events:
             attempt.events.tell(event)
-    if not islands.all_ended():
+    if not islands.all_ended(saving):
         what = f"not every island saved itself within {STOP_GRACE_S:g} s; their last checkpoints stand"
         attempt.events.emit("warning", {"what": what})
 
@@ -218,7 +219,7 @@ def _synchronizer(attempt: Attempt, setup: RunSetup) -> Iterator[SynchronizerHan
     """The synchronizer's actor, for as long as the block lasts."""
     handle = SynchronizerHandle(attempt.fleet, setup, attempt.storage)
     try:
-        handle.open()
+        handle.open(attempt.signals.check)
         yield handle
     finally:
         handle.kill()

@@ -13,7 +13,6 @@ from elastic.exchange.link import Entry, Hello, Member
 from elastic.runtime.island_rank import IslandRank
 from elastic.runtime.island_store import Saved
 from elastic.runtime.phases import OuterPhase, SynchronousPhase
-from elastic.training.shard import local_of
 
 POLL_S = 1.0
 
@@ -47,8 +46,8 @@ def enter(rank: IslandRank) -> bool:
     entries: list[Entry] = []
 
     def admitted() -> bool:
-        while not rank.stop_asked():
-            entry = rank.link.enter(rank.member, hello, POLL_S)
+        while not rank.heart.stop_asked:
+            entry = rank.link.enter(rank.me, hello, POLL_S)
             if entry is not None:
                 entries.append(entry)
                 return True
@@ -56,7 +55,7 @@ def enter(rank: IslandRank) -> bool:
 
     if not rank.agree(admitted):
         return False
-    entry = entries[0] if entries else _entry_of_admitted(rank, hello)
+    entry = rank.everyone(lambda: entries[0] if entries else _entry_of_admitted(rank, hello))
     _take_over(rank, entry, saved)
     rank.saved = None
     return True
@@ -64,7 +63,7 @@ def enter(rank: IslandRank) -> bool:
 
 def _entry_of_admitted(rank: IslandRank, hello: Hello) -> Entry:
     """The entry for a rank other than 0: its island was admitted a moment ago."""
-    entry = rank.link.enter(rank.member, hello, rank.job.outer.sync_timeout_s)
+    entry = rank.link.enter(rank.me, hello, rank.job.outer.sync_timeout_s)
     if entry is None:
         raise DeadlineError(f"rank {rank.group.rank} of island {rank.name} was not let in after rank 0 was")
     return entry
@@ -109,19 +108,20 @@ def _take_over(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
 
 
 def _take_over_moments(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
-    """AdamW's moments: the run's in the synchronous phase, else the island's own checkpoint's.
+    """AdamW's moments: in the synchronous phase the run's, which are zeros before the first anchor.
 
-    Without either they stay as they are: zeros in a new process, the island's own after a re-base.
+    In the outer phase the own checkpoint's; without one they stay as they are: zeros in a new process,
+    the island's own after a re-base.
     """
-    if entry.moments is not None:
-        moments = {}
-        for name, parameter in rank.parameters.items():
-            first, second = (
-                rank.own_rows(entry.moments, prefix=f"{moment}/")[name] for moment in ("exp_avg", "exp_avg_sq")
-            )
-            moments[name] = (first.to(local_of(parameter).device), second.to(local_of(parameter).device))
-        rank.inner.load_moments(moments, entry.adam_steps)
+    if entry.phase == "synchronous":
+        rank.inner.load_moments(_moments_of(rank, entry), entry.adam_steps)
     elif saved is not None:
         rank.inner.load_moments(saved.moments, saved.adam_steps)
 
 
+def _moments_of(rank: IslandRank, entry: Entry) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's rows of the run's moments."""
+    if entry.moments is None:
+        return {name: (torch.zeros_like(rows), torch.zeros_like(rows)) for name, rows in rank.local().items()}
+    first, second = (rank.own_rows(entry.moments, f"{moment}/") for moment in ("exp_avg", "exp_avg_sq"))
+    return {name: (first[name], second[name]) for name in rank.parameters}

@@ -17,9 +17,10 @@ class Feed:
         self.held = RangeSet()
         self.rest = RangeSet()
 
-    def grant(self, start: int, stop: int) -> None:
-        """Take a lease."""
+    def grant(self, start: int, stop: int) -> tuple[int, int]:
+        """Take a lease; returns its first batch."""
         self.rest = self.rest | RangeSet([(start, stop)])
+        return start, min(stop, start + self._batch)
 
     def next_batch(self) -> tuple[int, int] | None:
         """The next batch as positions start..stop, or None when nothing is leased.

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import traceback
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic.base.config import Fleet, Island
 from elastic.base.errors import ElasticError
 from elastic.policy.placement import REGION_SHARE, worker_resources
-from elastic.runtime.worker import WorkerSpec, train_worker
+from elastic.runtime.worker import WorkerError, WorkerSpec, train_worker
 
 TRAIN_ENV = {
     # How long a worker group may wait for its workers; the controller has its own, longer patience.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     # How soon Ray Train sees that a worker has ended or died.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # On notice of a preemption Ray Train would restart the workers by itself; we decide (policy/recovery).
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 
 
@@ -28,7 +32,7 @@ class Outcome:
     """How an island's Ray Train run ended."""
 
     kind: str
-    """finished, error."""
+    """finished; lost: a process, a node or a connection died; error: Python code raised."""
     what: str = ""
     traceback: str = ""
     exit_code: int = 1
@@ -42,15 +46,20 @@ class IslandActor:
         """The node this actor is on."""
         return ray.get_runtime_context().get_node_id()
 
-    def run(self, fleet: Fleet, island: Island, spec: WorkerSpec, storage_path: str) -> Outcome:
+    def run(self, fleet: Fleet, island: Island, spec: WorkerSpec) -> Outcome:
         """Train until the island's work is done, it is asked to stop, or it fails."""
+        # Ray Train wants a folder for what is reported to it. Nothing is: the run folder holds it all.
+        with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as folder:
+            return self._fit(fleet, island, spec, folder)
+
+    def _fit(self, fleet: Fleet, island: Island, spec: WorkerSpec, folder: str) -> Outcome:
         trainer = TorchTrainer(
             train_worker,
             train_loop_config={"spec": spec},
             scaling_config=scaling_of(fleet, island),
             run_config=RunConfig(
                 name=f"{island.name}-a{spec.epoch}-{spec.start}",
-                storage_path=storage_path,
+                storage_path=folder,
                 # Whether to start again is our policy's decision (policy/recovery), with its own budgets.
                 failure_config=FailureConfig(max_failures=0),
                 worker_runtime_env={"env_vars": worker_env(fleet, spec.threads)},
@@ -88,13 +97,28 @@ def worker_env(fleet: Fleet, threads: int) -> dict[str, str]:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The worker's own error inside what Ray Train raised, with the traceback that the user needs."""
-    failures: dict[int, Any] = getattr(error, "worker_failures", None) or {}
-    cause = failures[min(failures)] if failures else error
+    """How the island ended, from what Ray Train raised.
+
+    The first rank whose code raised speaks for the island. If none did, a process or a connection was
+    lost: ranks that only saw their peer go do not count as errors.
+    """
+    failures = getattr(error, "worker_failures", None) or {0: error}
+    outcomes = [_outcome_of_one(failures[rank]) for rank in sorted(failures)]
+    return next((outcome for outcome in outcomes if outcome.kind == "error"), outcomes[0])
+
+
+def _outcome_of_one(failure: BaseException) -> Outcome:
+    cause = getattr(failure, "_base_exc", failure)  # Ray Train's envelope of an exception in a worker
+    cause = getattr(cause, "health_check_failure", cause)  # and of a worker that does not answer
+    if isinstance(cause, RayTaskError):
+        cause = cause.cause
+    if isinstance(cause, WorkerError):
+        return Outcome("lost" if cause.peer_lost else "error", cause.what, cause.traceback, cause.exit_code)
+    what = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+    if isinstance(cause, RayActorError):
+        return Outcome("lost", f"a worker died ({what})")
     text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-    inner = getattr(cause, "cause", None) or cause
-    exit_code = inner.exit_code if isinstance(inner, ElasticError) else 1
-    return Outcome("error", f"{type(inner).__name__}: {inner}", text, exit_code)
+    return Outcome("error", what, text, cause.exit_code if isinstance(cause, ElasticError) else 1)
 
 
 def start_island(fleet: Fleet, island: Island) -> Any:

@@ -8,9 +8,12 @@ over a synchronizer of the same process.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
+from elastic.base.errors import ElasticError
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Beat, FencedError, Judgement, Work
 from elastic.runtime.entering import enter
@@ -19,6 +22,8 @@ from elastic.runtime.island_store import Saved
 from elastic.runtime.phases import OuterPhase, Stepped
 
 IDLE_S = 0.3
+MAX_REFUSALS = 3
+"""Contributions refused in a row after which an island fails, instead of trying for ever."""
 RATE_WINDOW_S = 2.0
 
 
@@ -34,6 +39,9 @@ def run_island(rank: IslandRank) -> str:
             except StopAsked:
                 ending = "stopped"
             except RebaseError as refused:
+                rank.refusals += 1
+                if rank.refusals >= MAX_REFUSALS:
+                    raise _refused_for_good(rank, refused) from refused
                 rank.events.emit("warning", {"what": f"island {rank.name} re-bases: {refused}"})
                 rank.feed.clear()
                 continue
@@ -74,15 +82,16 @@ def train(rank: IslandRank) -> str:
 def next_work(rank: IslandRank) -> Work:
     """What comes next: decided by rank 0, the same on all ranks."""
 
-    def decide() -> dict[str, object]:
+    def decide() -> dict[str, Any]:
         if rank.stop_asked():
             return asdict(Work("stop"))
-        if rank.feed.next_batch() is None:
-            work = rank.link.lease(rank.member, rank.phase.version)
+        batch = rank.feed.next_batch()
+        if batch is None:
+            work = rank.link.lease(rank.me, rank.phase.version)
             if work.do != "batches":
                 return asdict(work)
-            rank.feed.grant(work.start, work.stop)
-        return asdict(Work("batches", *rank.feed.next_batch()))
+            batch = rank.feed.grant(work.start, work.stop)
+        return asdict(Work("batches", *batch))
 
     return Work(**rank.agree(decide))
 
@@ -91,8 +100,8 @@ def take_step(rank: IslandRank, start: int, stop: int) -> None:
     """One inner step on positions start..stop of the order."""
     batch = rank.corpus.train.take(rank.order.sequences(start, stop))
     lr = rank.lr()
-    rank.feed.trained(start, stop)
     stepped = rank.phase.take_step(batch, (start, stop), lr)
+    rank.feed.trained(start, stop)  # after the step: one that was broken off is taken again
     rank.step += 1
     rank.loss_sum += stepped.loss_sum
     rank.tokens += stepped.tokens
@@ -102,7 +111,7 @@ def take_step(rank: IslandRank, start: int, stop: int) -> None:
 def synchronise(rank: IslandRank) -> None:
     """Contribute and adopt; judge the new version if asked; save the island when it is time."""
     packet = rank.phase.synchronise()
-    rank.loss_sum, rank.tokens = 0.0, 0
+    rank.loss_sum, rank.tokens, rank.refusals = 0.0, 0, 0
     rank.basis = packet.basis
     warmed_up = packet.phase == "outer" and rank.phase.name != "outer"
     if warmed_up:
@@ -123,9 +132,8 @@ def synchronise(rank: IslandRank) -> None:
 def judge(rank: IslandRank, ids: np.ndarray, start: int, stop: int, final: bool) -> None:
     """Validation loss of the parameters just adopted on held-out sequences `ids`."""
     loss_sum, tokens = rank.inner.evaluate(rank.corpus.validation.take(ids))
-    if rank.group.rank == 0:
-        judgement = Judgement(rank.phase.version, start, stop, loss_sum, tokens, final)
-        rank.link.judged(rank.member, judgement)
+    judgement = Judgement(rank.phase.version, start, stop, loss_sum, tokens, final)
+    rank.agree(lambda: rank.link.judged(rank.me, judgement))
 
 
 def note_progress(rank: IslandRank, stepped: Stepped, lr: float) -> None:
@@ -167,13 +175,21 @@ def save(rank: IslandRank) -> str:
         parameters=rank.local(),
         moments=rank.inner.moments(),
     )
-    name = rank.store.save(saved)
+    name = known(rank.store).save(saved)
     rank.emit("island_checkpoint", {"step": rank.step, "version": rank.phase.version, "name": name})
     return name
 
 
 def leave(rank: IslandRank, ending: str) -> None:
     """Save what is in hand and say goodbye."""
-    name = save(rank) if rank.store and rank.phase is not None else ""
+    name = save(rank) if rank.store and rank.has_entered else ""
     if rank.group.rank == 0 and rank.member is not None:
         rank.link.leave(rank.member, ending, name)
+
+
+def _refused_for_good(rank: IslandRank, refused: RebaseError) -> ElasticError:
+    return ElasticError(
+        f"{rank.refusals} contributions of island {rank.name} in a row were refused",
+        saw=str(refused),
+        fix="look at this island's loss and gradient norm: lower inner.lr if it diverged",
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from elastic.base.config import Job
 from elastic.base.events import EventSink
+from elastic.base.known import known
 from elastic.exchange.link import Basis, Beat, FencedError, Link, Member, Receipt
 from elastic.exchange.wire import Wire, unpack_rows
 from elastic.policy.schedule import lr_at, progress
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from elastic.runtime.phases import Phase
 
 
-class StopAsked(Exception):  # noqa: N818  not an error: somebody wants the run to end
+T = TypeVar("T")
+
+
+class StopAsked(Exception):  # not an error: somebody wants the run to end
     """The island was waiting when it was asked to stop."""
 
 
@@ -53,7 +57,7 @@ class IslandRank:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     member: Member | None = None
-    phase: Phase | None = None
+    """Who the island speaks as; None until it has joined."""
     basis: Basis | None = None
     step: int = 0
     """Inner steps of this island since the run began."""
@@ -61,6 +65,8 @@ class IslandRank:
     """Training loss summed over `tokens`, since the last adopted version; this rank's share."""
     tokens: int = 0
     """Tokens of the whole island since the last adopted version."""
+    refusals: int = 0
+    """Contributions refused since the last adopted version."""
     stall_s: float = 0.0
     """Seconds the inner loop stood still for the other islands."""
     beat: Beat = Beat(0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, "starting")
@@ -76,6 +82,26 @@ class IslandRank:
         self.order = Order(len(self.corpus.train), self.job.seed)
         self.parameters = parameters_of(self.inner.model)
         self.heart = Heart(self.link, lambda: self.member, lambda: self.beat)
+        self._phase: Phase | None = None
+
+    @property
+    def me(self) -> Member:
+        """Who this rank speaks as, once the island has joined."""
+        return known(self.member)
+
+    @property
+    def phase(self) -> Phase:
+        """How inner steps reach the other islands, once the island has entered."""
+        return known(self._phase)
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether the island has ever held the global parameters."""
+        return self._phase is not None
 
     # ------------------------------------------------------------------ parameters of this rank
 
@@ -117,28 +143,34 @@ class IslandRank:
 
     def settle(self, send: Callable[[], Receipt]) -> None:
         """Hand in this rank's part, and agree with the other ranks whether all were accepted."""
-        refused, fenced, superseded, reason = 0, 0, 0, "refused at another rank"
+        receipt = self.everyone(send)
+        refused = receipt.status == "refused"
+        if self.group.sum(torch.tensor([int(refused)])).item():
+            raise RebaseError(receipt.reason if refused else "refused at another rank")
+
+    def everyone(self, act: Callable[[], T]) -> T:
+        """What `act` gives this rank; all ranks must call it, and if one is fenced, all are."""
+        given: list[T] = []
+        fenced = FencedError("fenced at another rank", superseded=False)
         try:
-            receipt = send()
-            if receipt.status == "refused":
-                refused, reason = 1, receipt.reason
+            given.append(act())
         except FencedError as error:
-            fenced, superseded, reason = 1, int(error.superseded), error.reason
-        refused, fenced, superseded = self.group.sum(torch.tensor([refused, fenced, superseded])).tolist()
-        if fenced:
-            raise FencedError(reason, bool(superseded))
-        if refused:
-            raise RebaseError(reason)
+            fenced = error
+        votes = torch.tensor([int(not given), int(fenced.superseded)])
+        outside, superseded = self.group.sum(votes).tolist()
+        if outside:
+            raise FencedError(fenced.reason, bool(superseded))
+        return given[0]
 
     def stop_asked(self) -> bool:
         """Whether the island should save itself and end; asked by rank 0."""
-        return self.heart.stop_asked
+        return self.heart.stop_asked and (not self.has_entered or self.phase.may_stop())
 
     # --------------------------------------------------------------------------------- progress
 
     def lr(self) -> float:
         """Learning rate of the next inner step (DESIGN section 4, "Learning rate")."""
-        basis = self.basis
+        basis = known(self.basis)
         share = progress(
             basis.committed_tokens, self.phase.steps_since + 1, basis.tokens_per_step, basis.total_tokens
         )

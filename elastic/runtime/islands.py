@@ -19,7 +19,6 @@ from elastic.policy.recovery import Decision, Done, Ending, Record, Restart, Sto
 from elastic.runtime.island import Outcome, start_island
 from elastic.runtime.preparing import Prepared
 from elastic.runtime.worker import WorkerSpec
-from elastic.state.layout import island_folder
 from elastic.state.storage import Storage
 
 
@@ -85,9 +84,8 @@ class Islands:
             threads=island.threads_per_worker,
             synchronizer=synchronizer,
         )
-        folder = f"{self._storage.url}/{island_folder(island.name)}/ray"
         running.actor = start_island(self._fleet, island)
-        running.run = running.actor.run.remote(self._fleet, island, spec, folder)
+        running.run = running.actor.run.remote(self._fleet, island, spec)
         running.starts += 1
         running.restart_at = None
 
@@ -125,11 +123,12 @@ class Islands:
             found.append((name, ending))
         return found
 
-    def all_ended(self) -> bool:
-        """Whether nothing runs and nothing will start again."""
+    def all_ended(self, among: Collection[str] | None = None) -> bool:
+        """Whether no island, or none of these, runs or will start again."""
         return all(
             running.ended or (running.run is None and running.restart_at is None)
-            for running in self._all.values()
+            for name, running in self._all.items()
+            if among is None or name in among
         )
 
     # ---------------------------------------------------------------------------------- acting

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Judgement, Member, Packet, Part
 from elastic.exchange.wire import Wire, pack_encoded, unpack
@@ -21,7 +22,7 @@ from elastic.policy.rounds import Merge
 from elastic.runtime.board import Anchor, Board, Stretch
 from elastic.runtime.recorder import Recorder
 from elastic.state.outer_store import OuterStore
-from elastic.training.digest import finish_digest
+from elastic.training.digest import LANES, digest, finish_digest
 from elastic.training.outer import assemble, delta_norm, merge
 
 Job = Callable[[], None]
@@ -62,7 +63,7 @@ class Merging:
         elif board.anchor is not None:
             if board.anchor.is_complete(live):
                 job = self._anchor(board.anchor, board.stretch)
-        elif (due := board.gradients.close(0, live)) is not None:
+        elif (due := board.gradients.close(0, board.quorum)) is not None:
             job = self._gradient(due, *self._take(due))
         self.busy = job is not None
         return job
@@ -71,8 +72,10 @@ class Merging:
         """A result came in. The caller holds the lock."""
         queue = self._board.evaluation
         if judgement.final and queue is not None and queue.version == judgement.version:
-            queue.done(member.island, judgement.start, judgement.stop, judgement.loss_sum, judgement.tokens)
-            if not queue.finished:
+            news = queue.done(
+                member.island, judgement.start, judgement.stop, judgement.loss_sum, judgement.tokens
+            )
+            if not news or not queue.finished:
                 return
             judgement = Judgement(
                 judgement.version, 0, queue.total, queue.mean_loss * queue.tokens, queue.tokens, True
@@ -97,7 +100,8 @@ class Merging:
             return None
         used = [(part, weight) for part, weight in zip(parts, due.weights, strict=True) if weight > 0]
         whole = [
-            assemble([unpack(ranks[rank].rows) for rank in sorted(ranks)], self._shapes) for ranks, _ in used
+            assemble([unpack(known(ranks[rank].rows)) for rank in sorted(ranks)], self._shapes)
+            for ranks, _ in used
         ]
         return merge(whole, [weight for _, weight in used])
 
@@ -140,7 +144,7 @@ class Merging:
                     base_version=-1,
                     tensors=tensors,
                     digest="",
-                    basis=board.basis(),
+                    basis=board.basis,
                     grad_norm=size,
                     anchor=flagged,
                     phase="synchronous",
@@ -156,7 +160,7 @@ class Merging:
         board = self._board
         committed = board.ledger.committed_count
         return (
-            board.stretch.steps >= board.setup.job.outer.sync_every
+            board.stretch.steps >= known(board.setup.job.outer.sync_every)
             or board.phase_for(committed) == "outer"
             or board.ledger.done
             or bool(board.stopping)
@@ -166,18 +170,14 @@ class Merging:
     def _anchor(self, anchor: Anchor, stretch: Stretch) -> Job:
         board = self._board
         live = board.membership.live
-        donor = anchor.donor(live)
+        donor = known(anchor.donor(live))
         parts = anchor.rows[donor]
-        digests = {
-            name: finish_digest(torch.tensor([anchor.digests[name][r] for r in sorted(anchor.digests[name])]).sum(0))
-            for name in anchor.expected
-            if name in live
-        }
+        digests = {name: island_digests(anchor.digests[name]) for name in anchor.expected if name in live}
         version = board.version + 1
 
         def work() -> None:
             store, began = self._store, self._clock()
-            rows = [unpack(parts[rank].rows) for rank in sorted(parts)]
+            rows = [unpack(known(parts[rank].rows)) for rank in sorted(parts)]
             shapes = dict(self._shapes)
             for moment in ("exp_avg", "exp_avg_sq"):
                 shapes |= {f"{moment}/{name}": shape for name, shape in self._shapes.items()}
@@ -189,11 +189,13 @@ class Merging:
             phase = board.phase_for(len(store.committed | committed))
             contributions = anchor_contributions(stretch, board, version)
             store.commit_anchor(version, contributions, committed, parameters, whole, stretch.steps, phase)
+            right = (store.digest, digest(store.moments))
             with self._lock:
                 for name, seen in digests.items():
-                    if seen != store.digest:
-                        generation = board.membership.generations[name]
-                        board.membership.fail(name, generation, f"digest {seen} of version {version} is not {store.digest}")
+                    if seen != right:
+                        what = "parameters" if seen[0] != right[0] else "moments"
+                        why = f"its {what} at version {version} are not those of island {donor}"
+                        board.membership.fail(name, board.membership.generations[name], why)
                 board.anchor, board.stretch, board.anchor_step = None, Stretch(), board.gradient_step
                 board.rounds.advance(0, version)
                 changed = phase != board.phase
@@ -203,10 +205,8 @@ class Merging:
                 tokens = sum(stretch.tokens.values())
                 self._tell(version, "synchronous", losses, tokens, 0.0, self._clock() - began)
                 if changed:
-                    self._recorder.emit(
-                        "phase_changed",
-                        {"phase": phase, "version": version, "digest": store.digest, "islands": sorted(digests)},
-                    )
+                    fields = {"phase": phase, "version": version, "digest": store.digest}
+                    self._recorder.emit("phase_changed", {**fields, "islands": sorted(digests)})
 
         return work
 
@@ -240,13 +240,14 @@ class Merging:
         store.counters["replayed_sequences"] = board.ledger.replayed_sequences
         for name in sorted(board.waiting):
             board.let_in(name)
+        board.refresh_basis()
         packet = Packet(
             number=version,
             fragment=0,
             base_version=base_version,
             tensors=tensors,
             digest=store.digest,
-            basis=board.basis(),
+            basis=board.basis,
             phase=board.phase,
             evaluate=self._judge_of(version),
         )
@@ -271,7 +272,8 @@ class Merging:
         if any(done["final"] and done["version"] == board.version for done in store.validation):
             board.finished = True
         if board.evaluation is None:
-            board.evaluation = EvaluationQueue(board.version, board.setup.validation_sequences, EVALUATION_CHUNK)
+            held_out = board.setup.validation_sequences
+            board.evaluation = EvaluationQueue(board.version, held_out, EVALUATION_CHUNK)
 
     def _tell(
         self, version: int, phase: str, losses: dict[str, float], tokens: int, size: float, merge_s: float
@@ -316,6 +318,12 @@ def contributions_of(due: Merge) -> list[dict[str, Any]]:
         }
         for header, weight in zip(due.contributions, due.weights, strict=True)
     ]
+
+
+def island_digests(sums: Mapping[int, Sequence[int]]) -> tuple[str, str]:
+    """Digests of an island's parameters and of its moments, from the partial sums of its ranks."""
+    total = torch.tensor([sums[rank] for rank in sorted(sums)]).sum(0)
+    return finish_digest(total[:LANES]), finish_digest(total[LANES:])
 
 
 def anchor_contributions(stretch: Stretch, board: Board, version: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from elastic.base.errors import DeadlineError
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Donate, Packet, Part, Receipt
 from elastic.exchange.wire import Wire, pack
@@ -54,12 +55,23 @@ class Phase(Protocol):
     def is_due(self) -> bool:
         """Whether the islands must talk now."""
 
+    def may_stop(self) -> bool:
+        """Whether the island could save itself now and later go on from there."""
+
     def synchronise(self) -> Packet:
         """Hand in, wait for the next version, adopt it."""
 
 
-def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number: int) -> Packet | Donate:
-    """The packet `number`, the same one on all ranks.
+def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number: int) -> Packet:
+    """The packet `number`, the same one on all ranks; see `await_reply`."""
+    reply = await_reply(rank, kind, number)
+    if not isinstance(reply, Packet):
+        raise RuntimeError(f"island {rank.name} was asked for tensors while it waited for {kind} {number}")
+    return reply
+
+
+def await_reply(rank: IslandRank, kind: Literal["version", "gradient"], number: int) -> Packet | Donate:
+    """The packet `number`, or the wish for this island's tensors, the same on all ranks.
 
     Time spent here is `stall_s`: the inner loop stands still. Raises StopAsked when the run ends
     meanwhile and DeadlineError after `outer.sync_timeout_s`.
@@ -70,7 +82,7 @@ def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number:
 
     def decide() -> dict[str, Any]:
         while rank.clock() - began < limit_s:
-            reply = rank.link.fetch(rank.member, kind, 0, number, POLL_S)
+            reply = rank.link.fetch(rank.me, kind, 0, number, POLL_S)
             if reply is not None:
                 got.append(reply)
                 return {"number": reply.number} if isinstance(reply, Packet) else {"donate": True}
@@ -82,16 +94,17 @@ def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number:
             fix="`elastic status RUN` names the island that does not contribute",
         )
 
-    outcome = rank.agree(decide)
-    if "number" in outcome and not got:
-        reply = rank.link.fetch(rank.member, kind, 0, outcome["number"], limit_s)
-        if not isinstance(reply, Packet):
+    def as_agreed() -> Packet | Donate:
+        reply = got[0] if got else rank.link.fetch(rank.me, kind, 0, outcome["number"], limit_s)
+        if reply is None:
             raise DeadlineError(f"rank {rank.group.rank} of island {rank.name} never got {kind} {number}")
-        got.append(reply)
+        return reply
+
+    outcome = rank.agree(decide)
     rank.stall_s += rank.clock() - began
     if "stop" in outcome:
         raise StopAsked
-    return got[0] if got else Donate()
+    return rank.everyone(as_agreed) if "number" in outcome else Donate()
 
 
 def adopted(rank: IslandRank, packet: Packet, tensors: dict[str, torch.Tensor], began: float) -> None:
@@ -120,7 +133,7 @@ class OuterPhase:
         self, rank: IslandRank, version: int, base: dict[str, torch.Tensor], steps_since: int = 0
     ) -> None:
         self.rank, self.version, self.base, self.steps_since = rank, version, base, steps_since
-        self._pace = Pace(rank.job.outer.sync_every, fragments=1, overlap_steps=0)
+        self._pace = Pace(known(rank.job.outer.sync_every), fragments=1, overlap_steps=0)
         # Encoding and sending have a thread of their own: with overlap the inner loop goes on meanwhile.
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-send")
 
@@ -137,6 +150,10 @@ class OuterPhase:
         """After every `sync_every` inner steps."""
         return bool(self._pace.adoptions_at(self.steps_since))
 
+    def may_stop(self) -> bool:
+        """At any time: its checkpoint holds the progress since the version."""
+        return True
+
     def synchronise(self) -> Packet:
         """Send the delta, wait for the next version, adopt it."""
         rank = self.rank
@@ -144,7 +161,7 @@ class OuterPhase:
         with torch.no_grad():
             delta = {name: self.base[name] - rows for name, rows in rank.local().items()}
         part = Part(
-            member=rank.member,
+            member=rank.me,
             kind="delta",
             fragment=0,
             seq=self.version,
@@ -207,15 +224,15 @@ class SynchronousPhase:
         rows = rank.placed(inner.gradients())
         part = self._part("gradient", number, tokens_of(batch), RangeSet([positions]), float(loss.total))
         finite = all(bool(torch.isfinite(gradient).all()) for _, gradient in rows.values())
-        part = dataclasses.replace(part, rows=pack(rows, "fp32"), finite=finite)
+        part = dataclasses.replace(part, rows=pack(rows, "fp32") if finite else None, finite=finite)
         rank.settle(lambda: rank.link.offer(part))
         packet = await_packet(rank, "gradient", number)
         if packet.number != number:
-            raise RebaseError(f"gradient {number} was merged without this island, {packet.number} is the newest")
+            why = f"gradient {number} was merged without this island, {packet.number} is the newest"
+            raise RebaseError(why)
         inner.set_gradients(rank.own_rows(packet.tensors))
         inner.clip(packet.grad_norm)
         inner.step(lr)
-        rank.feed.hand_in()
         self._gradient_step, self._anchor_due = number, packet.anchor
         self.steps_since += 1
         return Stepped(float(loss.total), loss.tokens, tokens_of(batch), packet.grad_norm)
@@ -224,20 +241,25 @@ class SynchronousPhase:
         """When the synchronizer asked for an anchor with the last gradient."""
         return self._anchor_due
 
+    def may_stop(self) -> bool:
+        """Between stretches only: what the islands do in a stretch becomes durable with its anchor."""
+        return self.steps_since == 0
+
     def synchronise(self) -> Packet:
         """Hand in the digest, and the tensors if this island is the donor; adopt the new version."""
         rank, began = self.rank, self.rank.clock()
         part = self._part("anchor", self.version + 1, rank.tokens, RangeSet(), rank.loss_sum)
-        own = tuple(partial_digest(rank.placed(rank.local())).tolist())
-        part = dataclasses.replace(part, partial_digest=own)
+        own = [partial_digest(rank.placed(rank.local())), partial_digest(self._moments())]
+        part = dataclasses.replace(part, partial_digest=tuple(torch.cat(own).tolist()))
         rank.settle(lambda: rank.link.offer(part))
-        packet = await_packet(rank, "version", self.version + 1)
+        packet = await_reply(rank, "version", self.version + 1)
         if isinstance(packet, Donate):
             whole = dataclasses.replace(part, rows=self._state())
             rank.settle(lambda: rank.link.offer(whole))
             packet = await_packet(rank, "version", self.version + 1)
         adopted(rank, packet, rank.local(), began)
         self.version, self.steps_since, self._anchor_due = packet.number, 0, False
+        rank.feed.hand_in()
         return packet
 
     def _part(
@@ -245,7 +267,7 @@ class SynchronousPhase:
     ) -> Part:
         step = self.rank.step
         return Part(
-            member=self.rank.member,
+            member=self.rank.me,
             kind=kind,
             fragment=0,
             seq=seq,
@@ -261,10 +283,12 @@ class SynchronousPhase:
 
     def _state(self) -> Wire:
         """Parameters and AdamW moments of this rank: 12 bytes a parameter."""
-        rank = self.rank
-        arrays = dict(pack(rank.placed(rank.local()), "fp32").arrays)
+        return pack(self.rank.placed(self.rank.local()) | self._moments(), "fp32")
+
+    def _moments(self) -> dict[str, tuple[int, torch.Tensor]]:
+        """The moments of the rows that this rank speaks for, as `exp_avg/<name>` and `exp_avg_sq/<name>`."""
+        placed = {}
         for index, moment in enumerate(("exp_avg", "exp_avg_sq")):
-            rows = {name: pair[index] for name, pair in rank.inner.moments().items()}
-            for name, array in pack(rank.placed(rows), "fp32").arrays.items():
-                arrays[f"{moment}/{name}"] = array
-        return Wire("fp32", arrays)
+            rows = {name: pair[index] for name, pair in self.rank.inner.moments().items()}
+            placed |= {f"{moment}/{name}": row for name, row in self.rank.placed(rows).items()}
+        return placed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,22 @@ class Prepared:
 
 
 def prepare_run(
-    storage: Storage, fleet: Fleet, job: Resolved[Job], epoch: int, events: EventSink
+    storage: Storage,
+    fleet: Fleet,
+    job: Resolved[Job],
+    epoch: int,
+    events: EventSink,
+    check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Tokenise the corpus if that was not done, check the run's identity, read its records."""
+    """Tokenise the corpus if that was not done, check the run's identity, read its records.
+
+    `check` is called often while the corpus is read; what it raises ends that.
+    """
     value = job.value
     for key, origin in job.origins.items():
         if origin.source == "derived":
             events.emit("derived", {"key": key, "value": origin.value, "why": origin.why})
-    corpus = _corpus(storage, value, events)
+    corpus = _corpus(storage, value, events, check)
     info = corpus.info
     if not info.validation.sequences:
         raise RunFolderError(
@@ -130,12 +138,13 @@ def prepare_run(
     )
 
 
-def _corpus(storage: Storage, job: Job, events: EventSink) -> Corpus:
+def _corpus(storage: Storage, job: Job, events: EventSink, check: Callable[[], None]) -> Corpus:
     """The run's corpus. A continued run keeps the tokenised copy it has, and names sources that changed."""
     told = float("-inf")
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal told
+        check()
         if time.monotonic() - told < PROGRESS_EVERY_S and done < total:
             return
         told = time.monotonic()

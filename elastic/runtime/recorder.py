@@ -12,7 +12,6 @@ from elastic.policy.cost import accrue
 from elastic.runtime.board import Board
 from elastic.runtime.versions import library_versions
 
-
 PROGRESS_EVERY_S = 5.0
 
 
@@ -71,9 +70,7 @@ class Recorder:
 
     def left(self, member: Member, reason: str) -> None:
         """An island ended in order."""
-        self.emit(
-            "island_left", {"island": member.island, "generation": member.generation, "reason": reason}
-        )
+        self.emit("island_left", {"island": member.island, "generation": member.generation, "reason": reason})
 
     def refused(self, member: Member, contribution: str, reason: str) -> None:
         """A contribution was refused by name."""

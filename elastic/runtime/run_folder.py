@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class LockKeeper:
     """Holds the run lock and beats it from a thread; `lost` says that another driver took over."""
 
     def __init__(self, storage: Storage) -> None:
-        self._lock = RunLock(storage)
+        self._lock = RunLock(storage, attempt=f"begun {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
         self._over = threading.Event()
         self.lost = ""
         self.epoch = self._lock.acquire(TAKEOVER_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 from elastic.base.errors import EXIT_SIGINT, EXIT_SIGTERM
@@ -10,19 +12,38 @@ from elastic.base.errors import EXIT_SIGINT, EXIT_SIGTERM
 _WATCHED = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 
 
-class StopSignals:
-    """Remembers the first stop signal; a second one ends at once with KeyboardInterrupt.
+class Interrupted(Exception):  # noqa: N818  not an error: somebody wants the run to end
+    """A stop signal came while the run was starting."""
 
-    `install` must be called again after `ray.init`, which puts its own SIGTERM handler in place.
-    """
+
+class StopSignals:
+    """Remembers the first stop signal; a second one ends at once with KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._installed = False
 
     def install(self) -> None:
         """Take over both signals. Works in the main thread only, as Python demands."""
+        self._installed = True
         for number in _WATCHED:
             signal.signal(number, self._note)
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come: called wherever starting a run takes long."""
+        if self.received is not None:
+            raise Interrupted(self.received.name)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around `ray.init`, which puts a SIGTERM handler of its own in place: that one exits."""
+        try:
+            yield
+        except SystemExit:
+            self.received = self.received or signal.SIGTERM
+        finally:
+            if self._installed:
+                self.install()
 
     @property
     def exit_code(self) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.base.errors import StorageError
+from elastic.base.errors import ConfigError, StorageError
 from elastic.base.events import EventSink
 from elastic.exchange.link import (
     Beat,
@@ -56,7 +56,11 @@ class Synchronizer:
         self.setup, self.store, self._parameters, self._clock = setup, store, parameters, clock
         self._lock = threading.Condition()
         board = Board(setup, store.version, "outer", store.committed, store.generations)
-        board.phase = store.phase if store.phase == "outer" and store.version else board.phase_for(board.ledger.committed_count)
+        board.phase = (
+            store.phase
+            if store.phase == "outer" and store.version
+            else board.phase_for(board.ledger.committed_count)
+        )
         board.ledger.replayed_sequences = int(store.counters["replayed_sequences"])
         self.board = board
         self.recorder = Recorder(board, events)
@@ -74,7 +78,8 @@ class Synchronizer:
         with self._lock:
             board, name = self.board, hello.island
             if name not in self.setup.islands:
-                raise ValueError(f"island {name} is not part of this run; islands: {', '.join(self.setup.islands)}")
+                known_ones = ", ".join(self.setup.islands)
+                raise ConfigError([f"island {name} is not part of this run; its islands: {known_ones}"])
             returned = board.forget(name)
             if board.membership.state(name) in ("live", "idle"):
                 self.recorder.lost(name, "a new incarnation joined", len(returned))
@@ -170,7 +175,9 @@ class Synchronizer:
         self._lock.notify_all()
         return Receipt("accepted")
 
-    def fetch(self, member: Member, kind: str, fragment: int, number: int, timeout_s: float) -> Packet | Donate | None:
+    def fetch(
+        self, member: Member, kind: str, fragment: int, number: int, timeout_s: float
+    ) -> Packet | Donate | None:
         """Version `number` or a later one, or the merged gradient `number`; None after `timeout_s`."""
         deadline = self._clock() + timeout_s
         with self._lock:
@@ -181,7 +188,11 @@ class Synchronizer:
                         self._count_bytes("down", packet.tensors.nbytes)
                         return packet
                 anchor = self.board.anchor
-                if kind == "version" and anchor is not None and anchor.donor(self.board.membership.live) == member.island:
+                if (
+                    kind == "version"
+                    and anchor is not None
+                    and anchor.donor(self.board.membership.live) == member.island
+                ):
                     sent = anchor.rows.get(member.island, {})
                     if len(sent) < member.world_size and member.rank not in sent:
                         return Donate()
@@ -265,7 +276,6 @@ class Synchronizer:
             generation = self.board.membership.generations.get(island, 0)
             if self.board.membership.fence(island, generation) is None:
                 self.board.membership.fail(island, generation, reason)
-                self._tick()
                 self._lock.notify_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -333,6 +343,8 @@ class Synchronizer:
             if alone or board.evaluation is not None or board.claims.get(name):
                 board.let_in(name)
                 self._lock.notify_all()
+        if alone and board.membership.live:
+            board.refresh_basis()
 
     # ================================================================================== helpers
 
@@ -351,7 +363,7 @@ class Synchronizer:
             phase=board.phase,
             digest=store.digest,
             tensors=tensors,
-            basis=board.basis(),
+            basis=board.basis,
             claimed=claimed,
             leased=leased - hello.held if claimed else leased,
             gradient_step=board.gradient_step,
@@ -382,18 +394,25 @@ class Synchronizer:
         """Refuse an island that would train another model or with other libraries."""
         differences = version_differences(hello.versions, self.recorder.versions)
         if hello.parameters != self._parameters:
-            differences.append(f"trainable parameters: {hello.parameters} here {self._parameters}")
+            differences.append(("parameters", hello.parameters, self._parameters))
         if differences:
-            raise ValueError(f"island {hello.island} does not fit this run: " + "; ".join(differences))
+            table = [("", "island", "run"), *differences]
+            lines = [f"  {what:<12}{theirs:<20}{ours}" for what, theirs, ours in table]
+            fix = "  fix: give its nodes the run's versions (patch levels may differ) and the run's model"
+            raise ConfigError([f"island {hello.island} does not fit this run", *lines, fix])
 
 
-def version_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """Libraries whose major or minor version differs; patch levels may."""
+def version_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(library, theirs, ours) where the major or minor version differs; patch levels may."""
     return [
-        f"{name}: {theirs.get(name, 'missing')} there, {version} here"
+        (name, theirs.get(name, "missing"), version)
         for name, version in ours.items()
-        if theirs.get(name, "").split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]
+        if _minor(theirs.get(name, "")) != _minor(version)
     ]
+
+
+def _minor(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]
 
 
 def header_of(part: Part) -> Contribution:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,6 +21,7 @@ from elastic.state.storage import Storage
 OPEN_TIMEOUT_S = 600.0
 """Loading or initialising the parameters of a large model takes a while."""
 CALL_TIMEOUT_S = 60.0
+CHECK_EVERY_S = 0.5
 
 
 class SynchronizerHandle:
@@ -40,9 +43,20 @@ class SynchronizerHandle:
             scheduling_strategy=cluster.pinned_to(node.node_id)
         ).remote(setup, storage)
 
-    def _call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float = CALL_TIMEOUT_S,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """The answer of the actor; `check` is called all the while and may raise."""
+        answer = getattr(self.actor, method).remote(*arguments)
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([answer], timeout=CHECK_EVERY_S)[0] and time.monotonic() < deadline:
+            check()
         try:
-            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+            return ray.get(answer, timeout=0)
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:
@@ -58,9 +72,9 @@ class SynchronizerHandle:
                 fix="run the same command again: it continues from the last durable version",
             ) from error
 
-    def open(self) -> None:
-        """Load the newest durable state, or make version 0. Raises what that raises."""
-        self._call("open", timeout_s=OPEN_TIMEOUT_S)
+    def open(self, check: Callable[[], None] = lambda: None) -> None:
+        """Load the newest durable state, or make version 0. Raises what that raises, and what `check` does."""
+        self._call("open", timeout_s=OPEN_TIMEOUT_S, check=check)
 
     def look(self) -> tuple[Snapshot, list[dict[str, Any]]]:
         """The state now, and the events since the last look."""

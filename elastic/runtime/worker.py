@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import traceback
 from typing import Any
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayActorError
 from torch.distributed.device_mesh import init_device_mesh
 
 from elastic.base.config import Job
+from elastic.base.errors import ElasticError
 from elastic.exchange.ray_link import RayLink
 from elastic.runtime.corpora import open_corpus
 from elastic.runtime.island_loop import run_island
@@ -50,9 +53,34 @@ class WorkerSpec:
     synchronizer: Any
 
 
+class WorkerError(Exception):
+    """What was raised in a worker, as text: the user's own exception classes may not travel."""
+
+    def __init__(self, what: str, traceback: str, exit_code: int, peer_lost: bool) -> None:
+        super().__init__(what, traceback, exit_code, peer_lost)
+        self.what, self.traceback = what, traceback
+        self.exit_code, self.peer_lost = exit_code, peer_lost
+
+
 def train_worker(config: dict[str, WorkerSpec]) -> str:
-    """Run one rank until the island's work is done; returns how it ended."""
-    spec = config["spec"]
+    """Run one rank until the island's work is done; returns how it ended. Raises WorkerError."""
+    try:
+        return train_rank(config["spec"])
+    except Exception as error:
+        what = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+        exit_code = error.exit_code if isinstance(error, ElasticError) else 1
+        raise WorkerError(what, traceback.format_exc(), exit_code, is_lost_peer(error)) from None
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether this rank only saw another one go: torch says so in its own types, and gloo in text."""
+    if isinstance(error, RayActorError | dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)
+
+
+def train_rank(spec: WorkerSpec) -> str:
+    """One rank, from its surroundings to the end of its loop."""
     context = ray.train.get_context()
     number, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(spec.threads)

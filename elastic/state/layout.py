@@ -18,7 +18,6 @@ EVENTS = "events"
 DATA = "data"
 
 _RECORD = re.compile(rf"{RECORDS}/(\d{{6,}})-(\d{{8,}})\.json")
-_TENSORS = re.compile(rf"{TENSORS}/f(\d+)-v(\d+)-e(\d+)\.(snapshot|delta)\.safetensors")
 _LOCK = re.compile(rf"{LOCK}/(\d{{6,}})\.json")
 
 
@@ -41,12 +40,6 @@ def snapshot_name(fragment: int, version: int, epoch: int) -> str:
 def delta_name(fragment: int, version: int, epoch: int) -> str:
     """The merged delta that led to a version."""
     return f"{TENSORS}/f{fragment}-v{version:08d}-e{epoch:06d}.delta.safetensors"
-
-
-def parse_tensors_name(name: str) -> tuple[int, int, int, str] | None:
-    """Fragment, version, epoch and what it is ("snapshot" or "delta"); None for another name."""
-    match = _TENSORS.fullmatch(name)
-    return (int(match[1]), int(match[2]), int(match[3]), match[4]) if match else None
 
 
 def lock_name(epoch: int) -> str:

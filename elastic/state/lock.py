@@ -55,7 +55,8 @@ class RunLock:
     def acquire(self, takeover_s: float = 30.0) -> int:
         """Win the next epoch and return it; waits at most `takeover_s` (and one look) for a silent holder.
 
-        Raises LockHeldError as soon as the holder is seen to be alive, or if another driver wins.
+        Temporary files that killed processes of this machine left are removed. Raises LockHeldError as
+        soon as the holder is seen to be alive, or if another driver wins.
         """
         if self.epoch is not None:
             raise ValueError(f"this lock already holds epoch {self.epoch}")
@@ -72,6 +73,7 @@ class RunLock:
         self.epoch = epoch
         self._checked_at = self._clock()
         self.beat()
+        self.storage.clean_leftovers()
         return epoch
 
     def beat(self) -> None:

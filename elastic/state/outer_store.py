@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from elastic.base.config import Job
+from elastic.base.errors import LockHeldError
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.state import tensors as tensor_files
-from elastic.state.layout import delta_name, snapshot_name
+from elastic.state.layout import LOCK, delta_name, parse_lock_name, snapshot_name
 from elastic.state.records import Lineage, RecordLog
 from elastic.state.replay import load_outer
 from elastic.state.storage import Storage
@@ -126,18 +128,14 @@ class OuterStore:
         """
         outer = self.job.outer
         if merged is not None:
-            self.state.step(merged, outer.lr, outer.momentum, scale)
+            self.state.step(merged, known(outer.lr), known(outer.momentum), scale)
         packet = self.state.publish(outer.codec_down)
         self.version, self.digest = version, digest(self.state.published)
         self.committed = self.committed | committed
         self.counters["outer_steps"] += 1
-        stored = self._write_snapshot() if version % self.job.checkpoint.snapshot_every == 0 else None
-        if stored is None:
-            zero = {name: torch.zeros_like(value) for name, value in self.state.theta.items()}
-            name = delta_name(0, version, self.log.epoch)
-            delta = tensor_files.save(self.storage, name, merged if merged is not None else zero)
-            stored = {"what": "delta", **delta.to_json()}
-            self.kept.append((version, "delta", name))
+        stored = [self._write_delta(merged)]
+        if version % self.job.checkpoint.snapshot_every == 0:
+            stored.append(self._write_snapshot())
         optimiser = {"lr": outer.lr, "momentum": outer.momentum, "codec_down": outer.codec_down}
         more = {"scale": scale, "moved": merged is not None, "optimiser": optimiser}
         self._commit("outer", version, contributions, committed, stored, more)
@@ -164,7 +162,7 @@ class OuterStore:
             version,
             contributions,
             committed,
-            self._write_snapshot(),
+            [self._write_snapshot()],
             {"adam_steps": self.adam_steps},
         )
 
@@ -181,7 +179,7 @@ class OuterStore:
         version: int,
         contributions: list[dict[str, Any]],
         committed: RangeSet,
-        stored: dict[str, Any],
+        stored: list[dict[str, Any]],
         more: dict[str, Any],
     ) -> None:
         retired = self._retired()
@@ -198,6 +196,8 @@ class OuterStore:
                 **more,
             },
         )
+        if retired:
+            self._require_lock()
         for name in retired:  # only after the record that says so
             self.storage.delete(name)
 
@@ -216,6 +216,27 @@ class OuterStore:
             },
         )
 
+    def _require_lock(self) -> None:
+        """A driver that lost the run lock must not delete what its successor may need."""
+        epochs = [parse_lock_name(name) or 0 for name in self.storage.list(LOCK)]
+        if max(epochs, default=0) > self.log.epoch:
+            raise LockHeldError(
+                "another driver has taken the run over",
+                where=self.storage.url,
+                saw=f"epoch {max(epochs)}, this driver has {self.log.epoch}",
+                fix="let this one end; the other continues the run",
+            )
+
+    def _write_delta(self, merged: Tensors | None) -> dict[str, Any]:
+        """The merged delta; it leads over this version even when the snapshot beside it is damaged."""
+        delta = merged
+        if delta is None:
+            delta = {name: torch.zeros_like(value) for name, value in self.state.theta.items()}
+        name = delta_name(0, self.version, self.log.epoch)
+        stored = tensor_files.save(self.storage, name, delta)
+        self.kept.append((self.version, "delta", name))
+        return {"what": "delta", **stored.to_json()}
+
     def _write_snapshot(self) -> dict[str, Any]:
         tensors = {f"theta/{name}": value for name, value in self.state.theta.items()}
         tensors |= {f"momentum/{name}": value for name, value in self.state.momentum.items()}
@@ -232,6 +253,10 @@ class OuterStore:
         if len(snapshots) <= self.job.checkpoint.keep:
             return []
         oldest = snapshots[-self.job.checkpoint.keep]
-        retired = [name for version, _, name in self.kept if version < oldest]
-        self.kept = [entry for entry in self.kept if entry[0] >= oldest]
+
+        def is_old(entry: tuple[int, str, str]) -> bool:
+            return entry[0] < oldest or entry[:2] == (oldest, "delta")
+
+        retired = [entry[2] for entry in self.kept if is_old(entry)]
+        self.kept = [entry for entry in self.kept if not is_old(entry)]
         return retired

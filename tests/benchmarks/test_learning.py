@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 
 from benchmarks.learning import __main__ as command  # noqa: E402
 from benchmarks.learning import results as results_module  # noqa: E402
-from benchmarks.learning.cells import PRESETS, VARIANTS, Cell, choose  # noqa: E402
+from benchmarks.learning.cells import HARNESS, PRESETS, VARIANTS, Cell, _row, choose  # noqa: E402
 from benchmarks.learning.results import Results, load, open_results  # noqa: E402
 from benchmarks.learning.table import BEGIN, END, markdown, page_part, rows_of, write_page  # noqa: E402
 from elastic.base.configfile import load_job  # noqa: E402
@@ -27,7 +27,7 @@ model: {d_model: 16, num_layers: 1, num_heads: 2, ffn_dim: 32}
 data: {sources: [text], validation_share: 0.3, seq_len: 16, tokenizer: {kind: bytes}}
 budget: {tokens: 1000}
 inner: {batch_sequences: 2, lr: 1e-2}
-outer: {sync_every: 2, warmup: 0.25}
+outer: {momentum: 0.3}
 """
 
 
@@ -39,7 +39,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} islands lie in the sea; " * 12, "utf-8")
     text = TINY.replace("[text]", f"[{tmp_path / 'text'}]")
     (tmp_path / "tiny.yaml").write_text(text, "utf-8")
-    monkeypatch.setattr(command, "QUICK_TOKENS", 2048)
+    monkeypatch.setattr(command, "QUICK_TOKENS", 5120)
     return tmp_path / "tiny.yaml"
 
 
@@ -105,7 +105,7 @@ def test_rows_are_jobs_of_the_quickstart() -> None:
 
 def test_unknown_rows_are_refused() -> None:
     """A row that does not exist is named, with those that do."""
-    with pytest.raises(ValueError, match=r"no cells are called 'dilco'; there are main, variants, diloco"):
+    with pytest.raises(ValueError, match=r"no cells are called 'dilco'; there are main, variants, synchronous"):
         choose([2], [0], ["dilco"])
 
 
@@ -219,13 +219,31 @@ def test_quick_run_then_continue(
     assert out["file"] == first["file"]
     diloco, synchronous = out["cells"]["diloco/2/0"], out["cells"]["synchronous/2/0"]
     assert diloco == first["cells"]["diloco/2/0"]
-    # 128 sequences, 2 islands of 2: 32 steps, 8 of them synchronous, then a delta every 2.
-    assert diloco["tokens"] == synchronous["tokens"] == 2048
-    assert (diloco["synchronous_steps"], diloco["outer_steps"]) == (8, 12)
-    assert (synchronous["synchronous_steps"], synchronous["outer_steps"]) == (32, 0)
+    # 320 sequences, 2 islands of 2: 80 steps, a quarter of them synchronous, then a delta every 20.
+    assert diloco["tokens"] == synchronous["tokens"] == 5120
+    assert (diloco["synchronous_steps"], diloco["outer_steps"]) == (20, 3)
+    assert (synchronous["synchronous_steps"], synchronous["outer_steps"]) == (80, 0)
     assert diloco["bytes"] < synchronous["bytes"] == synchronous["bytes_warmup"]
     assert abs(out["rows"][1]["gap_percent"]["mean"]) < 50
     assert "| 2 | diloco |" in page.read_text("utf-8")
+
+
+def test_changed_values_run_again(job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A cell whose row stands for other outer values than it was run with is run again."""
+    begun: list[str] = []
+    outer = load_job(job, [*PRESETS["diloco"], *HARNESS]).value.outer.model_dump(mode="json")
+
+    def pretend(cell: Cell, *_: Any) -> dict[str, Any]:
+        begun.append(cell.key)
+        return {**PAIR[2], "wall_s": 1.0, "outer": outer}
+
+    monkeypatch.setattr(command, "ask", pretend)
+    for _ in range(2):
+        assert run(job, "--cells", "diloco") == 0
+    assert begun == ["diloco/2/0"]
+    monkeypatch.setitem(PRESETS, "diloco", _row("diloco", lr=0.5))
+    assert run(job, "--cells", "diloco") == 0
+    assert begun == ["diloco/2/0"] * 2
 
 
 def test_wrong_options_are_named(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

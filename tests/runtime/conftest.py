@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,17 @@ import torch
 from elastic.base.config import Job
 from elastic.base.ranges import RangeSet
 from elastic.base.resolve import resolve_job
-from elastic.exchange.link import Snapshot
+from elastic.exchange.link import Hello, Snapshot
 from elastic.policy.plan import block_sequences, total_sequences
 from elastic.runtime.board import RunSetup
+from elastic.runtime.entering import parameter_fingerprint
 from elastic.runtime.heart import Heart
 from elastic.runtime.in_process import InProcessRun, run_in_process
 from elastic.runtime.island_rank import IslandRank
+from elastic.runtime.opening import open_synchronizer
+from elastic.runtime.synchronizer import Synchronizer
+from elastic.runtime.versions import library_versions
+from elastic.state.initial import initial_parameters
 from elastic.state.records import Record, load_records
 from elastic.state.replay import LoadedOuter, load_outer
 from elastic.state.storage import Storage
@@ -39,6 +45,10 @@ class Run:
 
     storage: Storage
     outcome: InProcessRun
+    ranks: dict[str, list[IslandRank]]
+    """Every incarnation of every island in this life."""
+    trained: dict[str, list[tuple[int, int]]]
+    """Batches of positions that each island put through a step, in this life."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -94,9 +104,16 @@ class Lab:
 
     def __init__(self, corpus: Corpus, sources: Path, folder: Path) -> None:
         self.corpus, self.sources, self._folder = corpus, sources, folder
+        self.facts: list[tuple[str, dict[str, object]]] = []
+        self.opened: list[Synchronizer] = []
 
     def job(
-        self, *, sequences: int = 96, preset: str = "diloco", outer: Mapping[str, Any] | None = None, **sections: Any
+        self,
+        *,
+        sequences: int = 96,
+        preset: str = "diloco",
+        outer: Mapping[str, Any] | None = None,
+        **sections: Any,
     ) -> Job:
         """A resolved job: batch 4, H 3, fp32, `sequences` positions; sections are merged into it."""
         settings: dict[str, Any] = {
@@ -107,13 +124,16 @@ class Lab:
             "budget": {"tokens": sequences * SEQ_LEN},
             "inner": {"batch_sequences": 4, "compute_dtype": "fp32", "lr": 0.01},
             # Nobody is lost on a busy machine unless a test says so.
-            "outer": {"preset": preset, "sync_every": 3, "warmup": 0.0, "island_timeout_s": 60.0} | dict(outer or {}),
+            "outer": {"preset": preset, "sync_every": 3, "warmup": 0.0, "island_timeout_s": 60.0}
+            | dict(outer or {}),
             "validation": {"sequences": 8, "every": 2},
         }
         if preset == "synchronous":
             settings["outer"].pop("warmup")
         for name, section in sections.items():
-            settings[name] = settings[name] | section if isinstance(section, dict) and name in settings else section
+            settings[name] = (
+                settings[name] | section if isinstance(section, dict) and name in settings else section
+            )
         return resolve_job(Job.model_validate(settings)).value
 
     def setup(self, job: Job, islands: tuple[str, ...] = ("eu", "us"), **changes: Any) -> RunSetup:
@@ -142,31 +162,94 @@ class Lab:
         restarts: int = 0,
     ) -> Run:
         """Run or continue `job` in `folder`."""
-        storage = Storage(self._folder / folder)
-        outcome = run_in_process(
+        run = Run(Storage(self._folder / folder), InProcessRun(), {}, {})
+
+        def prepare_rank(rank: IslandRank) -> None:
+            _quick(rank)
+            run.ranks.setdefault(rank.name, []).append(rank)
+            _watch_order(rank, run.trained.setdefault(rank.name, []))
+            if tamper and rank.name in tamper:
+                tamper[rank.name](rank)
+
+        run.outcome = run_in_process(
             job,
             self.corpus.folder,
-            storage,
+            run.storage,
             islands,
             stop_when=stop_when,
-            tamper={name: _all(_quick, (tamper or {}).get(name)) for name in islands},
+            tamper=dict.fromkeys(islands, prepare_rank),
             restarts=restarts,
             timeout_s=60.0,
         )
-        return Run(storage, outcome)
+        return run
+
+    def synchronizer(
+        self, job: Job, islands: tuple[str, ...] = ("eu", "us"), *, folder: str = "run", **setup: Any
+    ) -> Synchronizer:
+        """A synchronizer of its own, closed after the test; its events are in `self.facts`."""
+        opened = open_synchronizer(self.setup(job, islands, **setup), Storage(self._folder / folder), self)
+        self.opened.append(opened)
+        return opened
+
+    def emit(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Take an event of `synchronizer`."""
+        self.facts.append((kind, dict(fields)))
+
+    def hello(self, job: Job, island: str, **changes: Any) -> Hello:
+        """What an island of this job says when it joins."""
+        parameters = parameter_fingerprint(initial_parameters(job, self.corpus.info.vocab_size))
+        fields = {"workers": 1, "device": "cpu", "versions": library_versions(), "parameters": parameters}
+        return Hello(island, **fields | changes)
 
     def inner(self, job: Job) -> Inner:
         """A fresh island's model and optimiser."""
         return Inner(build_model(job.model, self.corpus.info.vocab_size, SEQ_LEN, job.seed), job.inner)
 
+    @staticmethod
+    def before_step(number: int, act: Callable[[IslandRank], None]) -> Callable[[IslandRank], None]:
+        """Trouble for an island: `act(rank)` before the gradient of an incarnation's step, from 1 on."""
+        return lambda rank: _wrap(rank, "gradient", number, act, before=True)
 
-def _all(*steps: Callable[[IslandRank], None] | None) -> Callable[[IslandRank], None]:
-    def tamper(rank: IslandRank) -> None:
-        for step in steps:
-            if step is not None:
-                step(rank)
+    @staticmethod
+    def after_step(number: int, act: Callable[[IslandRank], None]) -> Callable[[IslandRank], None]:
+        """Trouble for an island: `act(rank)` after AdamW's step of that number, from 1 on."""
+        return lambda rank: _wrap(rank, "step", number, act, before=False)
 
-    return tamper
+    @staticmethod
+    def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Wait for something that must come."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.002)
+
+
+def _wrap(
+    rank: IslandRank, what: str, number: int, act: Callable[[IslandRank], None], *, before: bool
+) -> None:
+    numbers, wrapped = itertools.count(1), getattr(rank.inner, what)
+
+    def call(*arguments: Any) -> Any:
+        now = next(numbers) == number
+        if now and before:
+            act(rank)
+        result = wrapped(*arguments)
+        if now and not before:
+            act(rank)
+        return result
+
+    setattr(rank.inner, what, call)
+
+
+def _watch_order(rank: IslandRank, trained: list[tuple[int, int]]) -> None:
+    """Note the positions of each batch when it is read."""
+    sequences = rank.order.sequences
+
+    def call(start: int, stop: int) -> Any:
+        trained.append((start, stop))
+        return sequences(start, stop)
+
+    rank.order.sequences = call  # type: ignore[method-assign]
 
 
 def _quick(rank: IslandRank) -> None:
@@ -191,10 +274,13 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus
 
 
 @pytest.fixture
-def lab(small_corpus: tuple[Path, Corpus], tmp_path: Path) -> Lab:
+def lab(small_corpus: tuple[Path, Corpus], tmp_path: Path) -> Iterator[Lab]:
     """Small jobs and runs."""
     sources, corpus = small_corpus
-    return Lab(corpus, sources, tmp_path)
+    made = Lab(corpus, sources, tmp_path)
+    yield made
+    for synchronizer in made.opened:
+        synchronizer.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -158,7 +158,7 @@ def test_a_sound_run_passes_every_check(tmp_path: Path) -> None:
     assert details["sequences"] == "48 committed once, 0 queued, 48 in all"
     assert "newest fragment 0: 12" in details["versions"]
     assert details["contributions"].startswith("24 merged")
-    assert "4 kept files" in details["tensor files"]
+    assert "5 kept files" in details["tensor files"]
     assert details["replay"].startswith("4 versions")
     assert details["digests"] == "24 reports of versions agree with the records"
     assert details["island checkpoints"] == "3 complete, hashes right; 1 unfinished"

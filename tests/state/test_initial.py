@@ -71,7 +71,9 @@ def test_a_hugging_face_folder_gives_its_weights(tmp_path: Path) -> None:
 def test_other_shapes_and_empty_folders_are_refused(tmp_path: Path) -> None:
     """Weights of another model, and a folder that holds none, are named with what to do."""
     run_folder(tmp_path / "old")
-    with pytest.raises(ConfigError, match=r"embedding.weight has shape \[40, 16\], the job's model \[40, 32\]"):
+    with pytest.raises(
+        ConfigError, match=r"embedding.weight has shape \[40, 16\], the job's model \[40, 32\]"
+    ):
         initial_parameters(job(str(tmp_path / "old"), d_model=32), VOCABULARY)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither a run folder"):

@@ -121,17 +121,30 @@ def test_an_anchor_brings_its_moments_back(tmp_path: Path) -> None:
 
 
 def test_a_bad_snapshot_leads_to_the_one_before_and_says_so(tmp_path: Path) -> None:
-    """With the newest snapshot damaged, the older one and its deltas are used; the rest is redone."""
+    """With the newest snapshot damaged, the older one and all deltas after it give the same bits."""
     run = Run(tmp_path / "run")
-    seen: dict[int, str] = {}
     for _ in range(10):
         run.step()
-        seen[run.store.version] = run.store.digest
     bad = run.damage(8, "snapshot")
     loaded, told = run.load()
     assert told[0][0] == bad
     assert "not what its record says" in told[0][1]
     assert "v00000004" in told[0][2]
+    assert loaded.version == 10
+    assert digest(loaded.state.published) == run.store.digest
+    assert loaded.committed == RangeSet([(0, 40)])
+
+
+def test_a_bad_snapshot_with_a_bad_delta_is_redone(tmp_path: Path) -> None:
+    """With both files of a version damaged, the version before it is the state; the rest is redone."""
+    run = Run(tmp_path / "run")
+    seen: dict[int, str] = {}
+    for _ in range(10):
+        run.step()
+        seen[run.store.version] = run.store.digest
+    run.damage(8, "snapshot")
+    run.damage(8, "delta")
+    loaded, _ = run.load()
     assert digest(loaded.state.published) == seen[loaded.version]
     assert loaded.version == 7
     assert loaded.committed == RangeSet([(0, 28)])

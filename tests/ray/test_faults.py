@@ -1,0 +1,98 @@
+"""Faults under Ray: the driver killed, two drivers at once, a worker killed, a bug in the user's model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.state.storage import Storage
+from elastic.views.event_log import read_events
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+
+BUGGY_MODEL = '''
+import torch
+
+
+class Odd(Exception):
+    """Cannot be unpickled: its constructor wants more than its arguments."""
+
+    def __init__(self, layer, *, shape):
+        super().__init__(f"{layer} cannot take {shape}")
+
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, tokens):
+        raise Odd("the third layer", shape=tuple(tokens.shape))
+
+
+def build(vocab_size, seq_len):
+    return Model(vocab_size)
+'''
+
+
+def test_driver_and_worker_killed(elastic: Any, look: Any, tmp_path: Path) -> None:
+    """After SIGKILL of the driver, and later of a worker, the same command trains the whole budget once.
+
+    A second driver is refused while the first lives. A dead worker costs a restart of its island only.
+    """
+    run_folder, budget = tmp_path / "run", "budget.tokens=120_000"
+    first = elastic.start(run_folder, budget)
+    first.until_says("attempt 1 begins")
+    second = elastic.train(run_folder, budget)
+    assert second.ends() == 75, second.transcript()
+    assert f"process {first.process.pid} on " in second.err
+    assert "fix:" in second.err
+
+    first.until_records(20)
+    first.process.kill()
+    assert first.ends() == -signal.SIGKILL
+    assert not (run_folder / "result.json").exists()
+    killed = {process.pid for process in look.processes()}
+
+    third = elastic.start(run_folder, budget)  # at once: what the dead driver left must not be in the way
+    third.until_says("island us joined")
+    third.until_says("island eu joined")
+    assert killed & {process.pid for process in look.processes()} == set()
+    worker = next(p for p in look.processes() if p.command.startswith("ray::RayTrainWorker"))
+    os.kill(worker.pid, signal.SIGKILL)
+    assert third.ends() == 0, third.transcript()
+
+    result = third.result
+    assert (result["status"], result["attempt"]) == ("done", 2)
+    assert result["committed_sequences"] == result["total_sequences"] == 120_000 // 32
+    audit = elastic.command("audit", str(run_folder))
+    assert audit.returncode == 0, audit.stdout
+    events = list(read_events(Storage(run_folder)))
+    assert [e["attempt"] for e in events if e["kind"] == "run_started"] == [1, 2]
+    assert any("a worker died" in str(e["reason"]) for e in events if e["kind"] == "island_restarting")
+    assert look.left_over(15) == []
+
+
+def test_a_bug_in_the_model_ends_with_its_traceback(elastic: Any, look: Any, tmp_path: Path) -> None:
+    """The user's own exception, twice in the same place, ends the run: exit 1, its traceback printed last."""
+    (elastic.folder / "buggy_model.py").write_text(BUGGY_MODEL)
+    model = ["model.kind=python", "model.entry=buggy_model:build"]
+    job = elastic.folder / "buggy.yaml"
+    job.write_text(
+        elastic.job_file.read_text("utf-8").replace(
+            "{kind: decoder, d_model: 32, num_layers: 1, num_heads: 2}",
+            "{kind: python, entry: 'buggy_model:build'}",
+        )
+    )
+    assert model
+    driver = elastic.train(tmp_path / "run", job_file=job)
+    assert driver.ends() == 1, driver.transcript()
+    lines = driver.err.rstrip().splitlines()
+    assert lines[-1].endswith("Odd: the third layer cannot take (4, 32)"), driver.err
+    assert any("buggy_model.py" in line and "in forward" in line for line in lines)
+    assert (driver.result["status"], driver.result["exit_code"]) == ("failed", 1)
+    assert look.left_over(15) == []
