@@ -161,7 +161,6 @@ class _Place:
                 rank.parameters,
                 events,
                 epoch=self.setup.epoch,
-                start=start,
                 keep=job.checkpoint.keep,
             )
             if self.tamper is not None:

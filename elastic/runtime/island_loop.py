@@ -175,7 +175,7 @@ def save(rank: IslandRank) -> str:
         parameters=rank.local(),
         moments=rank.inner.moments(),
     )
-    name = known(rank.store).save(saved)
+    name = known(rank.store).save(saved, known(rank.member).generation)
     rank.emit("island_checkpoint", {"step": rank.step, "version": rank.phase.version, "name": name})
     return name
 

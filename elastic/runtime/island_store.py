@@ -16,7 +16,7 @@ from elastic.state.storage import Storage
 from elastic.training.group import Group
 from elastic.training.shard import rows_of, spoken_rows
 
-SAVES_PER_START = 1_000_000
+SAVES_PER_GENERATION = 1_000_000
 _NUMBERS = ("version", "step", "steps_since", "loss_sum", "tokens", "adam_steps")
 
 
@@ -45,8 +45,8 @@ class Saved:
 class IslandStore:
     """Saves and loads one rank's part of the island's checkpoints.
 
-    `epoch` and `start` (how often this attempt started the island) order the checkpoints of
-    several lives; `keep` complete ones stay.
+    `epoch` and the island's generation order the checkpoints of several lives, also of those that
+    Ray Train starts by itself when it resizes; `keep` complete ones stay.
     """
 
     def __init__(
@@ -58,14 +58,13 @@ class IslandStore:
         events: EventSink,
         *,
         epoch: int = 1,
-        start: int = 0,
         keep: int = 2,
     ) -> None:
         self._storage, self._prefix, self._group = storage, island_folder(island), group
         self._parameters, self._events, self._keep = parameters, events, keep
-        self._epoch, self._next = epoch, start * SAVES_PER_START
+        self._epoch, self._saves = epoch, 0
 
-    def save(self, saved: Saved) -> str:
+    def save(self, saved: Saved, generation: int) -> str:
         """Write this rank's rows; returns the checkpoint's name. It counts once all ranks wrote."""
         rows: dict[str, Rows] = {}
         for name, parameter in self._parameters.items():
@@ -83,12 +82,12 @@ class IslandStore:
             rank=self._group.rank,
             world_size=self._group.world_size,
             generation=self._epoch,
-            number=self._next,
+            number=generation * SAVES_PER_GENERATION + self._saves,
             step=saved.step,
             rows=rows,
             meta=meta,
         )
-        self._next += 1
+        self._saves += 1
         if self._group.rank == 0:
             retire_islands(self._storage, self._prefix, self._keep)
         return name

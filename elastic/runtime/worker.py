@@ -122,7 +122,6 @@ def train_rank(spec: WorkerSpec) -> str:
             rank.parameters,
             events,
             epoch=spec.epoch,
-            start=spec.start,
             keep=job.checkpoint.keep,
         )
         return run_island(rank)

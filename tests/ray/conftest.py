@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+FLEET = REPOSITORY / "cluster_configs" / "local.yaml"
 PATIENCE_S = 400
 """Far above what anything here takes; a busy machine must not fail a test."""
 
@@ -110,8 +111,10 @@ class Elastic:
             timeout=PATIENCE_S,
         )
 
-    def start(self, run_folder: Path, *overrides: str) -> Driver:
-        """Start `elastic train` on the local fleet."""
+    def start(
+        self, run_folder: Path, *overrides: str, job_file: Path | None = None, folder: Path = REPOSITORY
+    ) -> Driver:
+        """Start `elastic train` in `folder`, on the local fleet."""
         self.calls += 1
         environment = {**os.environ, **self.environment}
         del environment["RAY_AUTH_MODE"]  # as a user has it: a Ray of our own brings its own token
@@ -119,10 +122,10 @@ class Elastic:
         with open(out_file, "wb") as out, open(out_file.with_suffix(".err"), "wb") as err:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "elastic", "train", str(self.job_file)),
-                    *("--fleet", "cluster_configs/local.yaml", f"run_folder={run_folder}", *overrides),
+                    *(sys.executable, "-m", "elastic", "train", str(job_file or self.job_file)),
+                    *("--fleet", str(FLEET), f"run_folder={run_folder}", *overrides),
                 ],
-                cwd=REPOSITORY,
+                cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -131,9 +134,9 @@ class Elastic:
             )
         return Driver(process, run_folder, out_file)
 
-    def train(self, run_folder: Path, *overrides: str) -> Driver:
+    def train(self, run_folder: Path, *overrides: str, **options: Path) -> Driver:
         """`elastic train` to its end."""
-        driver = self.start(run_folder, *overrides)
+        driver = self.start(run_folder, *overrides, **options)
         driver.ends()
         return driver
 
@@ -180,7 +183,7 @@ def elastic(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Elastic:
     folder = tmp_path_factory.mktemp("elastic")
     job_file = folder / "tiny.yaml"
     job_file.write_text(JOB.format(corpus=corpus))
-    return Elastic(job_file, folder, {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(folder)])})
+    return Elastic(job_file, folder, {"PYTHONPATH": str(REPOSITORY)})
 
 
 class Look:

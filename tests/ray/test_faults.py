@@ -79,17 +79,13 @@ def test_driver_and_worker_killed(elastic: Any, look: Any, tmp_path: Path) -> No
 
 def test_a_bug_in_the_model_ends_with_its_traceback(elastic: Any, look: Any, tmp_path: Path) -> None:
     """The user's own exception, twice in the same place, ends the run: exit 1, its traceback printed last."""
-    (elastic.folder / "buggy_model.py").write_text(BUGGY_MODEL)
-    model = ["model.kind=python", "model.entry=buggy_model:build"]
-    job = elastic.folder / "buggy.yaml"
+    (tmp_path / "buggy_model.py").write_text(BUGGY_MODEL)
+    job = tmp_path / "buggy.yaml"
+    decoder = "{kind: decoder, d_model: 32, num_layers: 1, num_heads: 2}"
     job.write_text(
-        elastic.job_file.read_text("utf-8").replace(
-            "{kind: decoder, d_model: 32, num_layers: 1, num_heads: 2}",
-            "{kind: python, entry: 'buggy_model:build'}",
-        )
+        elastic.job_file.read_text().replace(decoder, "{kind: python, entry: 'buggy_model:build'}")
     )
-    assert model
-    driver = elastic.train(tmp_path / "run", job_file=job)
+    driver = elastic.train(tmp_path / "run", job_file=job, folder=tmp_path)
     assert driver.ends() == 1, driver.transcript()
     lines = driver.err.rstrip().splitlines()
     assert lines[-1].endswith("Odd: the third layer cannot take (4, 32)"), driver.err

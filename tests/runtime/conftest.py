@@ -273,6 +273,13 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus
     return sources, Corpus.open(folder / "data" / info.key)
 
 
+@pytest.fixture(scope="session")
+def make_lab(small_corpus: tuple[Path, Corpus]) -> Callable[[Path], Lab]:
+    """Makes a lab in a folder, for runs that several tests look at."""
+    sources, corpus = small_corpus
+    return lambda folder: Lab(corpus, sources, folder)
+
+
 @pytest.fixture
 def lab(small_corpus: tuple[Path, Corpus], tmp_path: Path) -> Iterator[Lab]:
     """Small jobs and runs."""

@@ -44,8 +44,8 @@ def test_all_islands_start_from_identical_parameters(lab: Any) -> None:
         for rows in rank.local().values():
             rows.fill_(float(len(rank.name)))
 
-    job = lab.job(sequences=24)
-    run = lab.run(job, ("a", "bb", "ccc"), tamper=dict.fromkeys(("a", "bb", "ccc"), scramble)).finished(24)
+    job = lab.job(sequences=48)
+    run = lab.run(job, ("a", "bb", "ccc"), tamper=dict.fromkeys(("a", "bb", "ccc"), scramble)).finished(48)
     joined = run.events("island_joined")
     start = digest(initial_parameters(job, lab.corpus.info.vocab_size))
     assert [(event["version"], event["digest"]) for event in joined] == [(0, start)] * 3
@@ -152,18 +152,18 @@ def test_the_learning_rate_is_one_function_of_progress(lab: Any) -> None:
 
         rank.inner.step = call  # type: ignore[method-assign]
 
-    job = lab.job(sequences=144, inner={"warmup_share": 0.2, "lr": 0.01, "batch_sequences": 4})
+    job = lab.job(sequences=160, inner={"warmup_share": 0.2, "lr": 0.01, "batch_sequences": 4})
     tamper = {"eu": watch, "us": watch}
-    whole = lab.run(job, folder="whole", tamper=tamper).finished(144)
+    whole = lab.run(job, folder="whole", tamper=tamper).finished(160)
     undisturbed, rates = rates, {}
     lab.run(job, folder="cut", tamper=tamper, stop_when=lambda view: view.version >= 2)
-    resumed = lab.run(job, folder="cut", tamper=tamper).finished(144)
+    resumed = lab.run(job, folder="cut", tamper=tamper).finished(160)
     assert rates == undisturbed
     assert rates["eu"] == rates["us"]
     assert whole.digests == resumed.digests
     for version, steps_since, lr in rates["us"]:
         committed = 24 * version  # every version commits 2 islands x 3 steps x 4 sequences
-        expected = lr_at((committed + (steps_since + 1) * 8) / 144, job.inner)
+        expected = lr_at((committed + (steps_since + 1) * 8) / 160, job.inner)
         assert lr == pytest.approx(expected, rel=1e-12)
 
 
