@@ -23,22 +23,27 @@ def _row(preset: str, **outer: float | str | None) -> tuple[str, ...]:
     return tuple(f"outer.{name}={'null' if value is None else value}" for name, value in values.items())
 
 
+def _diloco(**outer: float | str | None) -> tuple[str, ...]:
+    return _row("diloco", **{"lr": 0.7, "momentum": 0.8, **outer})
+
+
 PRESETS: dict[str, tuple[str, ...]] = {
     "synchronous": _row("synchronous", warmup=None),
     "average": _row("average"),
-    "diloco": _row("diloco"),
+    "diloco": _diloco(),
 }
-"""Rows of the main table, as overrides of the job: learning rate and momentum are the presets' own."""
+"""Rows of the main table, as overrides of the job; `diloco` with the quickstart's rate and momentum."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "diloco, bf16 up and down": _row("diloco", codec_up="bf16", codec_down="bf16"),
-    "diloco, lr 1.0, momentum 0.5": _row("diloco", lr=1.0, momentum=0.5),
-    "diloco, lr 0.8, momentum 0.5": _row("diloco", lr=0.8, momentum=0.5),
-    "diloco, lr 0.8, momentum 0.8": _row("diloco", lr=0.8, momentum=0.8),
-    "diloco, lr 0.6, momentum 0.9": _row("diloco", lr=0.6, momentum=0.9),
-    "diloco, H 50": _row("diloco", sync_every=50),
-    "diloco, warm-up 0.1": _row("diloco", warmup=0.1),
-    "diloco, no warm-up": _row("diloco", warmup=0.0),
+    "diloco, bf16 up and down": _diloco(codec_up="bf16", codec_down="bf16"),
+    "diloco, lr 0.7, momentum 0.9": _diloco(momentum=0.9),
+    "diloco, lr 0.6, momentum 0.8": _diloco(lr=0.6),
+    "diloco, lr 0.8, momentum 0.8": _diloco(lr=0.8),
+    "diloco, lr 0.9, momentum 0.8": _diloco(lr=0.9),
+    "diloco, lr 1.0, momentum 0.5": _diloco(lr=1.0, momentum=0.5),
+    "diloco, H 50": _diloco(sync_every=50),
+    "diloco, warm-up 0.1": _diloco(warmup=0.1),
+    "diloco, no warm-up": _diloco(warmup=0.0),
     "average, H 50": _row("average", sync_every=50),
     "average, no warm-up": _row("average", warmup=0.0),
 }

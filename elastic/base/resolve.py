@@ -60,7 +60,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "average": Preset(50, 1.0, 0.0, 0.0, "plain periodic averaging (local SGD)"),
-    "diloco": Preset(30, 0.7, 0.9, 0.25, "DiLoCo (arXiv 2311.08105), H of its scaling laws (2503.09799)"),
+    "diloco": Preset(20, 0.7, 0.8, 0.25, "DiLoCo (arXiv 2311.08105); values of docs/explanation/learning.md"),
     "synchronous": Preset(
         20, 1.0, 0.0, 1.0, "gradients every step, made durable every 20",
         unused=("lr", "momentum", "warmup", "weights", "codec_up", "codec_down"),

@@ -182,8 +182,9 @@ class Board:
         self.claims[name] = claimed and bool(ledger.held(name, generation))
 
     def phase_for(self, committed: int) -> Phase:
-        """The phase that follows when this many positions are committed."""
-        return "synchronous" if committed < self.warmup_sequences else "outer"
+        """The phase that follows when this many positions are committed; a whole synchronous run has one."""
+        whole = self.warmup_sequences == self.setup.total_sequences
+        return "synchronous" if whole or committed < self.warmup_sequences else "outer"
 
     def refresh_basis(self) -> None:
         """Fix the basis: at a new version, or while nobody works with the last one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.base.config import ExistingCluster, Fleet
@@ -25,81 +26,107 @@ REGION_UNITS = 1000
 """How much of its region's custom resource a simulated node has."""
 SPARE_CPUS = 1
 PROBE_TIMEOUT_S = 60.0
+LONGEST_REPORT = 300
+"""Characters of a report of Ray's that are passed on."""
 
 
 @contextlib.contextmanager
-def connected(fleet: Fleet, signals: StopSignals) -> Iterator[None]:
+def connected(
+    fleet: Fleet, signals: StopSignals, tell: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
     """Be connected to the fleet's cluster; a simulated one ends with the block.
 
-    Raises Interrupted if a stop signal comes before the block begins.
+    `tell` gets what Ray reports about its processes, as one killed for want of memory. Raises Interrupted
+    if a stop signal comes before the block begins.
     """
-    if isinstance(fleet.cluster, ExistingCluster):
+    logging.getLogger("ray").setLevel(logging.WARNING)  # what the user needs to know is said by our events
+
+    def report(data: dict[str, Any], ignore_prefix: bool) -> None:
+        text = " ".join(" ".join(data["lines"]).split())
+        tell(f"Ray: {text.split(' Lease ID')[0][:LONGEST_REPORT]}")
+
+    local = not isinstance(fleet.cluster, ExistingCluster)
+    with (
+        _instead(ray._private.worker, "print_to_stdstream", report),
+        _simulated(fleet, signals) if local else contextlib.nullcontext(fleet.cluster.address) as address,
+    ):
         try:
-            connect(fleet.cluster.address, signals)
-        except ConnectionError as error:
-            raise PlacementError(
-                "no Ray cluster answers",
-                where=f"cluster.address {fleet.cluster.address}",
-                saw=str(error).splitlines()[0],
-                fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
-            ) from error
-        try:
-            signals.check()
-            yield
-        finally:
-            ray.shutdown()
-        return
-    with _simulated(fleet, signals) as address:
-        try:
-            connect(address, signals)
+            _connect(address, signals)
             signals.check()
             yield
         finally:
             ray.shutdown()
 
 
-def connect(address: str, signals: StopSignals) -> None:
-    """`ray.init`, quiet: what the user needs to know is said by our own events."""
-    with signals.kept():
-        ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING
-        )
+def _connect(address: str, signals: StopSignals) -> None:
+    try:
+        with _our_handlers(signals):
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise PlacementError(
+            "no Ray cluster answers",
+            where=f"cluster.address {address}",
+            saw=str(error).splitlines()[0],
+            fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
+        ) from error
+
+
+def _our_handlers(signals: StopSignals) -> contextlib.AbstractContextManager[None]:
+    """Keep Ray's SIGTERM handlers out: they raise SystemExit anywhere, even where it is swallowed."""
+    if not signals.installed:
+        return contextlib.nullcontext()
+    return _instead(ray._private.utils, "set_sigterm_handler", lambda handler: None)
+
+
+@contextlib.contextmanager
+def _instead(module: Any, name: str, ours: Callable[..., None]) -> Iterator[None]:
+    """Our function in place of one of Ray's own; the names are those of Ray 2.60, which is pinned."""
+    theirs = getattr(module, name)
+    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        setattr(module, name, theirs)
 
 
 @contextlib.contextmanager
 def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
     """A Ray cluster on this machine: a head, and a node per region that carries its label."""
-    from ray.cluster_utils import Cluster
-
-    size = OBJECT_STORE_MB * MB
     cluster = Cluster()
     try:
-        cluster.add_node(
-            num_cpus=1,
-            object_store_memory=size,
-            # The dashboard serves the State API, by which Ray Train cleans up after a lost actor.
-            include_dashboard=True,
-            dashboard_port=free_port(),
-            dashboard_agent_listen_port=free_port(),  # by default a fixed one: a second run would not get it
-            # Nobody needs these here: nodes do not come and go, and workers' logs stay in their files.
-            no_monitor=True,
-            include_log_monitor=False,
-        )
-        for region, islands in _by_region(fleet).items():
-            signals.check()
-            resources = {}
-            if fleet.region_resource is not None:
-                resources[fleet.region_resource.format(region=region)] = REGION_UNITS
-            cluster.add_node(
-                num_cpus=sum(i.workers.max * i.cpus_per_worker for i in islands) + SPARE_CPUS,
-                num_gpus=sum(i.workers.max * i.gpus_per_worker for i in islands),
-                labels={fleet.region_label: region},
-                resources=resources,
-                object_store_memory=size,
-            )
+        with _our_handlers(signals):
+            _add_nodes(cluster, fleet, signals)
         yield cluster.address
     finally:
         cluster.shutdown()
+
+
+def _add_nodes(cluster: Cluster, fleet: Fleet, signals: StopSignals) -> None:
+    """One after another: two nodes that start at once get in each other's way."""
+    size = OBJECT_STORE_MB * MB
+    cluster.add_node(
+        num_cpus=1,
+        object_store_memory=size,
+        # The dashboard serves the State API, by which Ray Train cleans up after a lost actor.
+        include_dashboard=True,
+        dashboard_port=free_port(),
+        dashboard_agent_listen_port=free_port(),  # by default a fixed one: a second run would not get it
+        # Nobody needs these here: nodes do not come and go, and workers' logs stay in their files.
+        no_monitor=True,
+        include_log_monitor=False,
+    )
+    for region, islands in _by_region(fleet).items():
+        signals.check()
+        resources = {}
+        if fleet.region_resource is not None:
+            resources[fleet.region_resource.format(region=region)] = REGION_UNITS
+        cluster.add_node(
+            num_cpus=sum(i.workers.max * i.cpus_per_worker for i in islands) + SPARE_CPUS,
+            num_gpus=sum(i.workers.max * i.gpus_per_worker for i in islands),
+            labels={fleet.region_label: region},
+            resources=resources,
+            object_store_memory=size,
+        )
 
 
 def _by_region(fleet: Fleet) -> dict[str, list[Any]]:

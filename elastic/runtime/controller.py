@@ -57,6 +57,10 @@ class Attempt:
     last: Snapshot | None = None
     finished_at: float | None = None
 
+    def warn(self, what: str) -> None:
+        """Something deserves a look."""
+        self.events.emit("warning", {"what": what})
+
     def waited_for_islands(self, grace_s: float) -> bool:
         """Whether the run has been finished for so long that islands must have left by now."""
         self.finished_at = self.finished_at or self.clock()
@@ -114,7 +118,7 @@ def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
     if prepared.complete:
         return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
     attempt.signals.check()
-    with cluster.connected(attempt.fleet, attempt.signals):
+    with cluster.connected(attempt.fleet, attempt.signals, attempt.warn):
         cluster.check_shared(attempt.storage)
         islands = Islands(
             attempt.fleet, cluster.nodes(), prepared, attempt.storage, attempt.lock.epoch, attempt.events
@@ -185,7 +189,7 @@ def decide(attempt: Attempt, view: Snapshot, islands: Islands) -> Over | None:
 
 
 def wind_down(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands, over: Over) -> None:
-    """Let the islands that take part save themselves, within `STOP_GRACE_S`; the others have nothing to save."""
+    """Let the islands that take part save themselves, within `STOP_GRACE_S`; others have nothing to save."""
     received = attempt.signals.received
     saving = attempt.last.live if attempt.last else ()
     attempt.events.emit("run_stopping", {"reason": over.reason, "signal": received.name if received else ""})

@@ -271,7 +271,7 @@ class Merging:
             return
         if any(done["final"] and done["version"] == board.version for done in store.validation):
             board.finished = True
-        if board.evaluation is None:
+        elif board.evaluation is None:
             held_out = board.setup.validation_sequences
             board.evaluation = EvaluationQueue(board.version, held_out, EVALUATION_CHUNK)
 

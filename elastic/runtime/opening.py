@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from elastic.base.events import EventSink
+from elastic.policy.plan import warmup_sequences
 from elastic.runtime.board import RunSetup
 from elastic.runtime.entering import parameter_fingerprint
 from elastic.runtime.synchronizer import Synchronizer
@@ -23,6 +24,7 @@ def open_synchronizer(
     def fell_back(name: str, reason: str, instead: str) -> None:
         events.emit("fell_back", {"name": name, "reason": reason, "instead": instead})
 
+    total = setup.total_sequences
     store = OuterStore.open(
         storage,
         setup.job,
@@ -30,7 +32,8 @@ def open_synchronizer(
         setup.epoch,
         load_records(storage),
         lambda: initial_parameters(setup.job, setup.vocab_size),
-        {"total_sequences": setup.total_sequences, "block_sequences": setup.block_sequences},
+        {"total_sequences": total, "block_sequences": setup.block_sequences},
         fell_back,
+        phase="synchronous" if warmup_sequences(setup.job, total, len(setup.islands)) else "outer",
     )
     return Synchronizer(setup, store, parameter_fingerprint(store.state.theta), events, clock)

@@ -103,7 +103,8 @@ def prepare_run(
     complete = len(committed) >= total and bool(judged)
     if not complete:
         _check_budget(committed, total, value)
-    if value.outer.preset == "synchronous" and body.get("phase") == "outer" and lineage.last is not None:
+    left = body.get("phase") == "outer" and body["versions"][0] > 0
+    if value.outer.preset == "synchronous" and left and not complete:
         raise RunFolderError(
             "a run that has left the synchronous phase cannot go back to it: its islands' moments differ",
             where="outer.preset",

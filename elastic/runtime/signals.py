@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
 from types import FrameType
 
 from elastic.base.errors import EXIT_SIGINT, EXIT_SIGTERM
@@ -12,8 +10,8 @@ from elastic.base.errors import EXIT_SIGINT, EXIT_SIGTERM
 _WATCHED = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 
 
-class Interrupted(Exception):  # noqa: N818  not an error: somebody wants the run to end
-    """A stop signal came while the run was starting."""
+class Interrupted(Exception):
+    """A stop signal came while the run was starting. Not an error: somebody wants it to end."""
 
 
 class StopSignals:
@@ -21,11 +19,11 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._installed = False
+        self.installed = False
 
     def install(self) -> None:
         """Take over both signals. Works in the main thread only, as Python demands."""
-        self._installed = True
+        self.installed = True
         for number in _WATCHED:
             signal.signal(number, self._note)
 
@@ -33,17 +31,6 @@ class StopSignals:
         """Raise Interrupted if a signal has come: called wherever starting a run takes long."""
         if self.received is not None:
             raise Interrupted(self.received.name)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around `ray.init`, which puts a SIGTERM handler of its own in place: that one exits."""
-        try:
-            yield
-        except SystemExit:
-            self.received = self.received or signal.SIGTERM
-        finally:
-            if self._installed:
-                self.install()
 
     @property
     def exit_code(self) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from elastic.base.errors import ConfigError, StorageError
 from elastic.base.events import EventSink
+from elastic.base.known import known
 from elastic.exchange.link import (
     Beat,
     Command,
@@ -36,6 +37,7 @@ from elastic.policy.rounds import Contribution
 from elastic.runtime.board import Board, RunSetup
 from elastic.runtime.merging import Merging
 from elastic.runtime.recorder import Recorder
+from elastic.runtime.versions import version_differences
 from elastic.state.outer_store import OuterStore
 
 TICK_S = 0.25
@@ -61,12 +63,15 @@ class Synchronizer:
             if store.phase == "outer" and store.version
             else board.phase_for(board.ledger.committed_count)
         )
+        store.phase = board.phase
         board.ledger.replayed_sequences = int(store.counters["replayed_sequences"])
         self.board = board
         self.recorder = Recorder(board, events)
         self._merging = Merging(board, store, self.recorder, self._lock, clock)
         self._closing = threading.Event()
         self._last_tick = clock()
+        # More often than `_note_losses` takes for a standstill of this process.
+        self._tick_s = min(TICK_S, board.membership.timeout_s / 4)
         self._thread = threading.Thread(target=self._serve, name="elastic-merge", daemon=True)
         self._thread.start()
 
@@ -77,9 +82,7 @@ class Synchronizer:
         self._check_hello(hello)
         with self._lock:
             board, name = self.board, hello.island
-            if name not in self.setup.islands:
-                known_ones = ", ".join(self.setup.islands)
-                raise ConfigError([f"island {name} is not part of this run; its islands: {known_ones}"])
+            self._note_losses()  # of the incarnation before, if it was given up a moment ago
             returned = board.forget(name)
             if board.membership.state(name) in ("live", "idle"):
                 self.recorder.lost(name, "a new incarnation joined", len(returned))
@@ -120,9 +123,11 @@ class Synchronizer:
             board.claims.pop(name, None)  # all its ranks have entered
             if self._stop_now():
                 return Work("stop")
+            if board.finished:
+                return Work("done")
             if board.evaluation is not None:
                 if board.evaluation.finished:
-                    return Work("done") if board.finished else Work("wait")
+                    return Work("wait")  # until the result is durable
                 if base_version != board.version:
                     return Work("enter")
                 chunk = board.evaluation.take(name, generation)
@@ -235,19 +240,20 @@ class Synchronizer:
         """The state at this moment."""
         with self._lock:
             board, store = self.board, self.store
+            newest = known(store.log.last).body  # what is in memory may not be durable yet
             return Snapshot(
                 phase=board.phase,
-                version=board.version,
+                version=newest["versions"][0],
                 counters=dict(store.counters),
                 total_sequences=self.setup.total_sequences,
-                committed_sequences=len(store.committed),
+                committed_sequences=len(board.durable),
                 live=tuple(board.membership.live),
                 joined=tuple(sorted(board.joined)),
                 beats=dict(board.beats),
                 workers=dict(board.workers),
                 merged_version=dict(board.merged_version),
                 finished=board.finished,
-                digest=store.digest,
+                digest=newest["digest"],
                 validation=store.validation[-1] if store.validation else {},
                 failure=board.failure,
                 storage_failed=board.storage_failed,
@@ -276,6 +282,7 @@ class Synchronizer:
             generation = self.board.membership.generations.get(island, 0)
             if self.board.membership.fence(island, generation) is None:
                 self.board.membership.fail(island, generation, reason)
+                self._note_losses()
                 self._lock.notify_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -294,7 +301,7 @@ class Synchronizer:
                 self._tick()
                 job = self._merging.next_job()
                 if job is None:
-                    self._lock.wait(TICK_S)
+                    self._lock.wait(self._tick_s)
                     continue
             try:
                 job()
@@ -311,6 +318,17 @@ class Synchronizer:
 
     def _tick(self) -> None:
         """What the passing of time decides: who is lost, who may enter."""
+        self._note_losses()
+        board = self.board
+        if not board.begun and board.joined >= set(self.setup.islands):
+            board.begun = True
+        if board.stretch_open and not board.membership.live and not self._merging.busy:
+            steps = board.roll_back()
+            self.recorder.warn(f"no island is left in the synchronous phase: {steps} steps are redone")
+        self._admit()
+
+    def _note_losses(self) -> None:
+        """Islands that are silent for too long, or given up: leases go back, nobody waits for them."""
         now, board = self._clock(), self.board
         self.recorder.account(now - self._last_tick, self.store.counters)
         if now - self._last_tick > board.membership.timeout_s / 2:
@@ -321,12 +339,6 @@ class Synchronizer:
         for island in board.membership.expire(now):
             returned = board.forget(island)
             self.recorder.lost(island, board.membership.why(island), len(returned))
-        if not board.begun and board.joined >= set(self.setup.islands):
-            board.begun = True
-        if board.stretch_open and not board.membership.live and not self._merging.busy:
-            steps = board.roll_back()
-            self.recorder.warn(f"no island is left in the synchronous phase: {steps} steps are redone")
-        self._admit()
 
     def _admit(self) -> None:
         """Let waiting islands in: at a version boundary, with progress of their own, or if nobody works.
@@ -391,7 +403,10 @@ class Synchronizer:
             self.store.counters[f"bytes_{direction}_warmup"] += count
 
     def _check_hello(self, hello: Hello) -> None:
-        """Refuse an island that would train another model or with other libraries."""
+        """Refuse an island that is not of this run, would train another model, or has other libraries."""
+        name, names = hello.island, self.setup.islands
+        if name not in names:
+            raise ConfigError([f"island {name} is not part of this run; its islands: {', '.join(names)}"])
         differences = version_differences(hello.versions, self.recorder.versions)
         if hello.parameters != self._parameters:
             differences.append(("parameters", hello.parameters, self._parameters))
@@ -399,20 +414,7 @@ class Synchronizer:
             table = [("", "island", "run"), *differences]
             lines = [f"  {what:<12}{theirs:<20}{ours}" for what, theirs, ours in table]
             fix = "  fix: give its nodes the run's versions (patch levels may differ) and the run's model"
-            raise ConfigError([f"island {hello.island} does not fit this run", *lines, fix])
-
-
-def version_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(library, theirs, ours) where the major or minor version differs; patch levels may."""
-    return [
-        (name, theirs.get(name, "missing"), version)
-        for name, version in ours.items()
-        if _minor(theirs.get(name, "")) != _minor(version)
-    ]
-
-
-def _minor(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]
+            raise ConfigError([f"island {name} does not fit this run", *lines, fix])
 
 
 def header_of(part: Part) -> Contribution:

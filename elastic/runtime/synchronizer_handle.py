@@ -73,7 +73,7 @@ class SynchronizerHandle:
             ) from error
 
     def open(self, check: Callable[[], None] = lambda: None) -> None:
-        """Load the newest durable state, or make version 0. Raises what that raises, and what `check` does."""
+        """Load the newest durable state, or make version 0. Raises what that or `check` raises."""
         self._call("open", timeout_s=OPEN_TIMEOUT_S, check=check)
 
     def look(self) -> tuple[Snapshot, list[dict[str, Any]]]:

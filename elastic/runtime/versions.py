@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -14,3 +15,16 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[name] = "0.0 (not installed)"
     return versions
+
+
+def version_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(library, theirs, ours) where the major or minor version differs; patch levels may."""
+    return [
+        (name, theirs.get(name, "missing"), version)
+        for name, version in ours.items()
+        if _minor(theirs.get(name, "")) != _minor(version)
+    ]
+
+
+def _minor(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]

@@ -77,15 +77,16 @@ class OuterStore:
         initial: Callable[[], Tensors],
         dealing: Mapping[str, int],
         fell_back: FallBack,
+        phase: str = "outer",
     ) -> OuterStore:
-        """Continue from the newest durable state, or start with `initial()` as version 0.
+        """Continue from the newest durable state, or start with `initial()` as version 0 in `phase`.
 
         `dealing`: total_sequences and block_sequences, part of the first record of the epoch.
         `fell_back(name, reason, instead)` is told of every file that could not be used.
         """
         log = RecordLog(storage, epoch, lineage.last)
         if lineage.last is None:
-            store = cls(storage, log, job, run, OuterState(initial()))
+            store = cls(storage, log, job, run, OuterState(initial()), phase=phase)
             store.digest = digest(store.state.published)
             store._append("start", {**dealing, "fragments": 1, "tensors": store._write_snapshot()})
             return store

@@ -31,13 +31,13 @@ class Group:
         if self.world_size == 1:
             return decide()
         error: Exception | None = None
-        message: dict[str, Any] = {}
+        text = ""
         if self.rank == 0:
             try:
-                message = {"value": decide()}
+                text = json.dumps({"value": decide()})
             except Exception as raised:  # told to the other ranks, then raised again below
-                error, message = raised, {"error": f"{type(raised).__name__}: {raised}"}
-        message = json.loads(self._broadcast(json.dumps(message).encode()))
+                error, text = raised, json.dumps({"error": f"{type(raised).__name__}: {raised}"})
+        message = json.loads(self._broadcast(text.encode()))
         if error is not None:
             raise error
         if "error" in message:

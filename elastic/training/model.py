@@ -112,9 +112,9 @@ def _import_entry(entry: str) -> Callable[..., Any]:
 
 
 def user_error(where: str, what: str, error: BaseException) -> UserCodeError:
-    """Wrap an exception of the user's code; its traceback stays in the text, across processes too."""
+    """Wrap an exception of the user's code; its traceback ends the text, across processes too."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
-    return UserCodeError(f"{what} {type(error).__name__}: {error}", where=where, saw="\n" + lines + "\n")
+    return UserCodeError(f"{what} {type(error).__name__}: {error}\n{lines}", where=where)
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 
 from benchmarks.learning import __main__ as command  # noqa: E402
 from benchmarks.learning import results as results_module  # noqa: E402
-from benchmarks.learning.cells import HARNESS, PRESETS, VARIANTS, Cell, _row, choose  # noqa: E402
+from benchmarks.learning.cells import HARNESS, PRESETS, VARIANTS, Cell, _diloco, choose  # noqa: E402
 from benchmarks.learning.results import Results, load, open_results  # noqa: E402
 from benchmarks.learning.table import BEGIN, END, markdown, page_part, rows_of, write_page  # noqa: E402
 from elastic.base.configfile import load_job  # noqa: E402
@@ -105,7 +105,9 @@ def test_rows_are_jobs_of_the_quickstart() -> None:
 
 def test_unknown_rows_are_refused() -> None:
     """A row that does not exist is named, with those that do."""
-    with pytest.raises(ValueError, match=r"no cells are called 'dilco'; there are main, variants, synchronous"):
+    with pytest.raises(
+        ValueError, match=r"no cells are called 'dilco'; there are main, variants, synchronous"
+    ):
         choose([2], [0], ["dilco"])
 
 
@@ -241,7 +243,7 @@ def test_changed_values_run_again(job: Path, capsys: pytest.CaptureFixture[str],
     for _ in range(2):
         assert run(job, "--cells", "diloco") == 0
     assert begun == ["diloco/2/0"]
-    monkeypatch.setitem(PRESETS, "diloco", _row("diloco", lr=0.5))
+    monkeypatch.setitem(PRESETS, "diloco", _diloco(lr=0.5))
     assert run(job, "--cells", "diloco") == 0
     assert begun == ["diloco/2/0"] * 2
 

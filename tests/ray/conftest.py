@@ -112,9 +112,14 @@ class Elastic:
         )
 
     def start(
-        self, run_folder: Path, *overrides: str, job_file: Path | None = None, folder: Path = REPOSITORY
+        self,
+        run_folder: Path,
+        *overrides: str,
+        job_file: Path | None = None,
+        fleet: Path = FLEET,
+        folder: Path = REPOSITORY,
     ) -> Driver:
-        """Start `elastic train` in `folder`, on the local fleet."""
+        """Start `elastic train` in `folder`: the tiny job on the local fleet if nothing else is given."""
         self.calls += 1
         environment = {**os.environ, **self.environment}
         del environment["RAY_AUTH_MODE"]  # as a user has it: a Ray of our own brings its own token
@@ -123,7 +128,7 @@ class Elastic:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "elastic", "train", str(job_file or self.job_file)),
-                    *("--fleet", str(FLEET), f"run_folder={run_folder}", *overrides),
+                    *("--fleet", str(fleet), f"run_folder={run_folder}", *overrides),
                 ],
                 cwd=folder,
                 env=environment,

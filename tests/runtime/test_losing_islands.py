@@ -86,9 +86,8 @@ def test_an_island_that_comes_back_takes_up_its_checkpoint(lab: Any) -> None:
     job = lab.job(sequences=144, checkpoint={"island_every": 1})
     run = lab.run(job, tamper={"us": _once(lab.before_step(8, _fail))}, restarts=1)
     run.finished(144, errors=("us",))
-    generations = [event["generation"] for event in run.events("island_joined") if event["island"] == "us"]
-    assert generations == [1, 2]
-    assert run.ranks["us"][1].step > 6  # its steps count on from the checkpoint, saved at step 6
+    joined = [event for event in run.events("island_joined") if event["island"] == "us"]
+    assert [(event["generation"], event["resumed_step"]) for event in joined[:2]] == [(1, 0), (2, 6)]
     ids = [entry["id"] for record in run.steps for entry in record.body["contributions"]]
     assert len(ids) == len(set(ids))
 
@@ -107,20 +106,33 @@ def _once(tamper: Callable[[IslandRank], None]) -> Callable[[IslandRank], None]:
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_an_island_that_rejoins_the_warm_up_receives_the_moments(lab: Any, step: int) -> None:
-    """Before and after the first anchor: who rejoins holds the parameters and moments of the others.
+    """Before and after the first anchor: who rejoins leaves the warm-up with the others' moments."""
+    saved: dict[str, tuple[int, str, str, str]] = {}
 
-    The digests of all islands agree at every anchor, else the island would be lost again.
-    """
-    job = lab.job(sequences=144, preset="synchronous")
-    run = lab.run(job, tamper={"us": _once(lab.before_step(step, _fail))}, restarts=1)
-    run.finished(144, errors=("us",))
+    def watch(rank: IslandRank) -> None:
+        store: Any = rank.store
+        save = store.save
+
+        def call(what: Any, generation: int) -> str:
+            first, second = ({n: pair[i] for n, pair in what.moments.items()} for i in (0, 1))
+            saved.setdefault(rank.name, (what.adam_steps, *map(digest, (what.parameters, first, second))))
+            return save(what, generation)
+
+        store.save = call
+
+    fail_once = _once(lab.before_step(step, _fail))
+
+    def us(rank: IslandRank) -> None:
+        watch(rank)
+        fail_once(rank)
+
+    job = lab.job(sequences=160, outer={"warmup": 0.5})
+    run = lab.run(job, tamper={"eu": watch, "us": us}, restarts=1).finished(160, errors=("us",))
     assert len(run.events("island_lost")) == 1
-    eu, us = run.ranks["eu"][-1].inner, run.ranks["us"][-1].inner
-    assert digest(eu.local()) == digest(us.local())
-    assert eu.steps == us.steps
-    for index in (0, 1):
-        moments = [digest({n: pair[index] for n, pair in inner.moments().items()}) for inner in (eu, us)]
-        assert moments[0] == moments[1]
+    (changed,) = run.events("phase_changed")
+    assert changed["islands"] == ["eu", "us"]
+    assert saved["eu"] == saved["us"]
+    assert saved["eu"][:2] == (run.snapshot.counters["synchronous_steps"], changed["digest"])
 
 
 def test_when_all_are_lost_in_the_first_stretch_it_is_redone_from_nothing(lab: Any) -> None:

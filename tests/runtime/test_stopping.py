@@ -93,11 +93,12 @@ def test_an_island_that_left_while_its_delta_was_merged_goes_on_with_its_lease(
 
 def test_six_outer_steps_equal_three_a_stop_and_three_more(lab: Any) -> None:
     """Momentum is part of what survives: parameters and momentum are those of six steps in one go."""
-    job = lab.job(sequences=144)  # 6 outer steps x 2 islands x 3 steps x 4 sequences
-    whole = lab.run(job, folder="whole").finished(144)
+    job = lab.job(sequences=192, outer={"sync_every": 4})  # 6 outer steps x 2 islands x 4 steps x 4 sequences
+    whole = lab.run(job, folder="whole").finished(192)
+    assert whole.snapshot.counters["outer_steps"] == 6
     half = lab.run(job, folder="cut", stop_when=lambda view: view.version == 3)
     assert half.snapshot.version in (3, 4)
-    cut = lab.run(job, folder="cut").finished(144)
+    cut = lab.run(job, folder="cut").finished(192)
     assert cut.digests == whole.digests
     assert digest(cut.state.state.momentum) == digest(whole.state.state.momentum)
     assert any(bool(value.any()) for value in cut.state.state.momentum.values())
