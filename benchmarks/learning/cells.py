@@ -32,7 +32,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "average": _row("average"),
     "diloco": _diloco(),
 }
-"""Rows of the main table, as overrides of the job; `diloco` with the quickstart's rate and momentum."""
+"""Rows of the main table, as overrides of the job; `diloco` is the quickstart itself, written out."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "diloco, bf16 up and down": _diloco(codec_up="bf16", codec_down="bf16"),

@@ -100,8 +100,8 @@ def _row(cells: list[Figures], partners: dict[tuple[int, int], Figures]) -> Row:
 # ------------------------------------------------------------------------------------------ as text
 
 HEAD = (
-    "| islands | run | validation loss | against synchronous | outer steps | bytes in warm-up "
-    "| bytes after it | after warm-up | whole run |\n|---|---|---|---|---|---|---|---|---|"
+    "| islands | run | seeds | validation loss | against synchronous | outer steps | bytes in warm-up "
+    "| bytes after it | after warm-up | whole run |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -121,6 +121,7 @@ def _line(row: Row) -> str:
     values = (
         row.islands,
         row.label,
+        len(row.seeds),
         loss,
         gap,
         row.outer_steps or "-",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from elastic.base.ranges import RangeSet
 from elastic.exchange.wire import Wire
@@ -259,7 +259,7 @@ class Snapshot:
     """Newest version that holds a contribution of an island, in this attempt."""
     finished: bool = False
     digest: str = ""
-    validation: Mapping[str, object] = field(default_factory=dict)
+    validation: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
     """Why the synchronizer cannot go on; empty while it can."""
     storage_failed: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, overload
 
 from elastic.base.config import BytesTokenizer, DecoderModel, Fleet, Job
 from elastic.base.known import known
@@ -129,6 +129,10 @@ def make_plan(
     )
 
 
+@overload
+def total_sequences(job: Job, num_train_sequences: int) -> int: ...
+@overload
+def total_sequences(job: Job, num_train_sequences: None) -> int | None: ...
 def total_sequences(job: Job, num_train_sequences: int | None) -> int | None:
     """Positions of the budget: tokens over tokens a sequence, or epochs times sequences, rounded up.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from elastic.base.known import known
 from elastic.exchange.link import (
     Beat,
     Command,
@@ -23,6 +24,7 @@ from elastic.exchange.link import (
 from elastic.exchange.wire import Wire
 from elastic.runtime.board import RunSetup
 from elastic.runtime.opening import open_synchronizer
+from elastic.runtime.ray_types import remote
 from elastic.runtime.synchronizer import Synchronizer
 from elastic.state.storage import Storage
 from elastic.views.event_log import EventLog
@@ -31,15 +33,19 @@ REFERENCES_KEPT = 6
 EMPTY = Wire("fp32", {})
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 16, "bulk": 64})
+@remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 16, "bulk": 64})
 class SynchronizerActor:
     """Carries calls to a `Synchronizer`; tensors go through the object store, by reference."""
 
     def __init__(self, setup: RunSetup, storage: Storage) -> None:
         self._setup, self._storage = setup, storage
         self._events = EventLog(storage, f"synchronizer-a{setup.epoch}")
-        self._synchronizer: Synchronizer | None = None
+        self._opened: Synchronizer | None = None
         self._references: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    @property
+    def _synchronizer(self) -> Synchronizer:
+        return known(self._opened)
 
     def _reference(self, kind: str, number: int, wire: Wire) -> list[Any]:
         """One object per version or step, however many ranks ask for it."""
@@ -105,7 +111,7 @@ class SynchronizerActor:
     @ray.method(concurrency_group="control")
     def open(self) -> None:
         """Load the newest durable state, or make version 0; raises what that raises."""
-        self._synchronizer = open_synchronizer(self._setup, self._storage, self._events)
+        self._opened = open_synchronizer(self._setup, self._storage, self._events)
 
     @ray.method(concurrency_group="control")
     def look(self, cursor: int) -> tuple[Snapshot, int, list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.base.config import ExistingCluster, Fleet
 from elastic.base.errors import PlacementError, RunFolderError
+from elastic.base.known import known
 from elastic.policy.placement import NodeRecord
 from elastic.runtime.signals import StopSignals
 from elastic.state.storage import Storage
@@ -45,10 +46,10 @@ def connected(
         text = " ".join(" ".join(data["lines"]).split())
         tell(f"Ray: {text.split(' Lease ID')[0][:LONGEST_REPORT]}")
 
-    local = not isinstance(fleet.cluster, ExistingCluster)
+    existing = fleet.cluster if isinstance(fleet.cluster, ExistingCluster) else None
     with (
         _instead(ray._private.worker, "print_to_stdstream", report),
-        _simulated(fleet, signals) if local else contextlib.nullcontext(fleet.cluster.address) as address,
+        contextlib.nullcontext(existing.address) if existing else _simulated(fleet, signals) as address,
     ):
         try:
             _connect(address, signals)
@@ -69,6 +70,8 @@ def _connect(address: str, signals: StopSignals) -> None:
             saw=str(error).splitlines()[0],
             fix="start one (`ray start --head`), correct the address, or use `cluster: {kind: local}`",
         ) from error
+    if signals.installed:
+        signals.install()  # Ray's core has put a handler of its own under Python's, which aborts
 
 
 def _our_handlers(signals: StopSignals) -> contextlib.AbstractContextManager[None]:
@@ -96,7 +99,7 @@ def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
     try:
         with _our_handlers(signals):
             _add_nodes(cluster, fleet, signals)
-        yield cluster.address
+        yield known(cluster.address)
     finally:
         cluster.shutdown()
 

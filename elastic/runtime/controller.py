@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic.base.config import Fleet, Job
 from elastic.base.errors import EXIT_DONE, ElasticError, LockHeldError
+from elastic.base.known import known
 from elastic.base.resolve import Resolved
 from elastic.exchange.link import Snapshot
 from elastic.policy.cost import over_budget
@@ -166,7 +167,7 @@ def watch(attempt: Attempt, synchronizer: SynchronizerHandle, islands: Islands) 
             len(view.joined) < len(islands.names)
             and attempt.clock() - started > attempt.fleet.start_timeout_s
         ):
-            if len(view.joined) < attempt.fleet.min_islands:
+            if len(view.joined) < known(attempt.fleet.min_islands):
                 raise islands.late(view.joined)
             synchronizer.begin()
 

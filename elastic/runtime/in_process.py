@@ -136,6 +136,8 @@ class _Place:
                 self.outcome.endings[self.name] = self._live(start)
                 return
             except Exception as error:  # the caller looks at it, as the controller does under Ray
+                if self.outcome.snapshot is not None:
+                    return  # the run ended at its deadline; nobody looks any more
                 self.outcome.errors[self.name] = error
                 self.synchronizer.declare_lost(self.name, f"{type(error).__name__}: {error}")
 

@@ -8,15 +8,17 @@ import traceback
 from typing import Any
 
 import ray
+import ray.train
+import ray.train.torch
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic.base.config import Fleet, Island
 from elastic.base.errors import ElasticError
 from elastic.policy.placement import REGION_SHARE, worker_resources
+from elastic.runtime.ray_types import remote
 from elastic.runtime.worker import WorkerError, WorkerSpec, train_worker
 
+train: Any = ray.train  # annotated as Train v1 and v2 at once, which fits neither
 TRAIN_ENV = {
     # How long a worker group may wait for its workers; the controller has its own, longer patience.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
@@ -38,7 +40,7 @@ class Outcome:
     exit_code: int = 1
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)
+@remote(num_cpus=0, max_restarts=0, max_concurrency=2)
 class IslandActor:
     """Runs `TorchTrainer.fit()` for one island; the Ray Train controller lives on this actor's node."""
 
@@ -49,22 +51,23 @@ class IslandActor:
     def run(self, fleet: Fleet, island: Island, spec: WorkerSpec) -> Outcome:
         """Train until the island's work is done, it is asked to stop, or it fails."""
         # Ray Train wants a folder for what is reported to it. Nothing is: the run folder holds it all.
-        with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as folder:
+        session = ray._private.worker.global_worker.node.get_session_dir_path()
+        with tempfile.TemporaryDirectory(dir=session, ignore_cleanup_errors=True) as folder:
             return self._fit(fleet, island, spec, folder)
 
     def _fit(self, fleet: Fleet, island: Island, spec: WorkerSpec, folder: str) -> Outcome:
-        trainer = TorchTrainer(
+        trainer = train.torch.TorchTrainer(
             train_worker,
             train_loop_config={"spec": spec},
             scaling_config=scaling_of(fleet, island),
-            run_config=RunConfig(
+            run_config=train.RunConfig(
                 name=f"{island.name}-a{spec.epoch}-{spec.start}",
                 storage_path=folder,
                 # Whether to start again is our policy's decision (policy/recovery), with its own budgets.
-                failure_config=FailureConfig(max_failures=0),
+                failure_config=train.FailureConfig(max_failures=0),
                 worker_runtime_env={"env_vars": worker_env(fleet, spec.threads)},
             ),
-            torch_config=TorchConfig(
+            torch_config=train.torch.TorchConfig(
                 backend="cpu:gloo,cuda:nccl" if island.gpus_per_worker else "gloo",
                 timeout_s=int(spec.job.outer.sync_timeout_s) + 60,
             ),
@@ -76,14 +79,14 @@ class IslandActor:
         return Outcome("finished")
 
 
-def scaling_of(fleet: Fleet, island: Island) -> ScalingConfig:
-    """Workers min..max on the region's nodes: by label, and by custom resource.
+def scaling_of(fleet: Fleet, island: Island) -> Any:
+    """A `ScalingConfig` of workers min..max on the region's nodes: by label, and by custom resource.
 
     Ray Train's elastic policy reserves by resources alone, so a label without the resource would
     make it wait for ever on nodes of other regions.
     """
     workers = island.workers
-    return ScalingConfig(
+    return train.ScalingConfig(
         num_workers=workers.min if workers.min == workers.max else (workers.min, workers.max),
         use_gpu=island.gpus_per_worker > 0,
         resources_per_worker=worker_resources(island, fleet.region_resource),
@@ -129,7 +132,8 @@ def start_island(fleet: Fleet, island: Island) -> Any:
     resources = {}
     if fleet.region_resource is not None:
         resources[fleet.region_resource.format(region=island.region)] = REGION_SHARE
-    return IslandActor.options(
+    actor: Any = IslandActor  # as `remote` made it
+    return actor.options(
         resources=resources,
         label_selector={fleet.region_label: island.region},
         runtime_env={"env_vars": TRAIN_ENV},

@@ -57,6 +57,7 @@ def run_island(rank: IslandRank) -> str:
                 return ending
     finally:
         rank.heart.end()
+        rank.sender.shutdown(wait=False)
 
 
 def train(rank: IslandRank) -> str:

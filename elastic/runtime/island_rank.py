@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,6 +83,8 @@ class IslandRank:
         self.order = Order(len(self.corpus.train), self.job.seed)
         self.parameters = parameters_of(self.inner.model)
         self.heart = Heart(self.link, lambda: self.member, lambda: self.beat)
+        # Encoding and sending have a thread of their own: with overlap the inner loop goes on meanwhile.
+        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-send")
         self._phase: Phase | None = None
 
     @property

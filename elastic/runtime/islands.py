@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from elastic.base.config import ExistingCluster, Fleet, Island
 from elastic.base.errors import DeadlineError, PlacementError
 from elastic.base.events import EventSink
+from elastic.base.known import known
 from elastic.exchange.link import Snapshot
 from elastic.policy.placement import Fit, NodeRecord, fit
 from elastic.policy.recovery import Decision, Done, Ending, Record, Restart, Stop, decide
@@ -81,7 +82,7 @@ class Islands:
             corpus_key=self._prepared.info.key,
             manifest=self._prepared.info.manifest_hash,
             vocab_size=self._prepared.info.vocab_size,
-            threads=island.threads_per_worker,
+            threads=known(island.threads_per_worker),
             synchronizer=synchronizer,
         )
         running.actor = start_island(self._fleet, island)
@@ -175,7 +176,7 @@ def placeable(fleet: Fleet, fits: list[Fit], events: EventSink) -> set[str]:
     grows = isinstance(fleet.cluster, ExistingCluster) and fleet.cluster.autoscaling
     never = [found for found in fits if not found.ever and not grows]
     placed = {found.island for found in fits} - {found.island for found in never}
-    if len(placed) < fleet.min_islands:
+    if len(placed) < known(fleet.min_islands):
         raise PlacementError(
             f"the cluster can hold {len(placed)} of {len(fits)} islands, min_islands is {fleet.min_islands}",
             where="fleet.islands",

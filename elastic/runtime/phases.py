@@ -8,7 +8,6 @@ The loop holds one of them at a time and never asks which.
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -134,8 +133,6 @@ class OuterPhase:
     ) -> None:
         self.rank, self.version, self.base, self.steps_since = rank, version, base, steps_since
         self._pace = Pace(known(rank.job.outer.sync_every), fragments=1, overlap_steps=0)
-        # Encoding and sending have a thread of their own: with overlap the inner loop goes on meanwhile.
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-send")
 
     def take_step(self, batch: np.ndarray, positions: tuple[int, int], lr: float) -> Stepped:
         """Forward, backward, clip, AdamW."""
@@ -176,7 +173,7 @@ class OuterPhase:
             finite=all(bool(torch.isfinite(rows).all()) for rows in delta.values()),
         )
         began = rank.clock()
-        sending = self._sender.submit(self._send, part, delta)
+        sending = rank.sender.submit(self._send, part, delta)
         rank.settle(lambda: sending.result(timeout=rank.job.outer.sync_timeout_s))
         packet = await_packet(rank, "version", self.version + 1)
         self._adopt(packet)

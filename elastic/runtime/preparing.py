@@ -10,6 +10,7 @@ from typing import Any
 from elastic.base.config import Fleet, Job
 from elastic.base.errors import RunFolderError
 from elastic.base.events import EventSink
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.base.resolve import Resolved
 from elastic.policy.plan import block_sequences, total_sequences
@@ -127,7 +128,7 @@ def prepare_run(
         run=identity.run,
         epoch=epoch,
         info=info,
-        corpus_cache=cache_path(value.data.cache_folder),
+        corpus_cache=cache_path(known(value.data.cache_folder)),
         total_sequences=total,
         block_sequences=_block(lineage, value),
         committed=len(committed),
@@ -152,7 +153,7 @@ def _corpus(storage: Storage, job: Job, events: EventSink, check: Callable[[], N
         events.emit("data_progress", {"stage": stage, "done": done, "total": total, "unit": "bytes"})
 
     there = read_run(storage) or {}
-    cache = cache_path(job.data.cache_folder)
+    cache = cache_path(known(job.data.cache_folder))
     corpus = open_corpus(job.data, cache, there.get("corpus", ""), there.get("manifest", ""), progress)
     info = corpus.info
     if there and (changed := compare(corpus.manifest(), job.data)):

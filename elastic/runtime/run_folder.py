@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic.base.config import ExistingCluster, Fleet, Job
 from elastic.base.errors import LockHeldError, RunFolderError, StorageError
+from elastic.base.known import known
 from elastic.runtime.versions import library_versions
 from elastic.state.lock import RunLock
 from elastic.state.run_file import read_run, write_run
@@ -32,7 +33,7 @@ def open_storage(job: Job, fleet: Fleet, in_ray_job: bool) -> Storage:
 
     A Ray job runs in a throw-away copy of the working directory on whichever node is free.
     """
-    folder = job.run_folder
+    folder = known(job.run_folder)
     if "://" not in folder and not Path(folder).is_absolute():
         if in_ray_job or isinstance(fleet.cluster, ExistingCluster):
             where = "under a Ray job" if in_ray_job else "on an existing cluster"
@@ -112,7 +113,7 @@ def identify(storage: Storage, job: Job, fleet: Fleet, corpus: Mapping[str, Any]
 
 
 def refuse_other_job(storage: Storage, job: Job) -> None:
-    """Raise RunFolderError with the list of differences if this job may not continue the run that is there."""
+    """Raise RunFolderError with all differences if this job may not continue the run that is there."""
     there = read_run(storage)
     if there is None:
         return
@@ -131,7 +132,7 @@ def _other_run(storage: Storage, differences: list[str]) -> RunFolderError:
         "the run folder holds a run with another model, data, seed or batch",
         where=storage.url,
         saw="; ".join(differences),
-        fix="give these values back, or begin a new run: run_folder=NEW (init_from=OLD takes over its weights)",
+        fix="give these values back, or begin a new run: run_folder=NEW (init_from=OLD keeps its weights)",
     )
 
 

@@ -22,6 +22,8 @@ OPEN_TIMEOUT_S = 600.0
 """Loading or initialising the parameters of a large model takes a while."""
 CALL_TIMEOUT_S = 60.0
 CHECK_EVERY_S = 0.5
+LONGEST_CAUSE = 600
+"""Characters of Ray's account of an actor's death that are shown."""
 
 
 class SynchronizerHandle:
@@ -39,9 +41,9 @@ class SynchronizerHandle:
                 fix="give the label to a stable node, or leave control_region out (the driver's own node)",
             )
         self._cursor = 0
-        self.actor: Any = SynchronizerActor.options(
-            scheduling_strategy=cluster.pinned_to(node.node_id)
-        ).remote(setup, storage)
+        actor: Any = SynchronizerActor  # as `remote` made it
+        strategy = cluster.pinned_to(node.node_id)
+        self.actor: Any = actor.options(scheduling_strategy=strategy).remote(setup, storage)
 
     def _call(
         self,
@@ -62,7 +64,7 @@ class SynchronizerHandle:
         except RayActorError as error:
             raise ResumableError(
                 "the synchronizer died",
-                saw=str(error).splitlines()[0],
+                saw=" ".join(str(error).split())[:LONGEST_CAUSE],
                 fix="run the same command again: it continues from the last durable version",
             ) from error
         except GetTimeoutError as error:

@@ -87,7 +87,7 @@ def train_rank(spec: WorkerSpec) -> str:
     device = ray.train.torch.get_device()
     mesh = init_device_mesh(device.type, (world_size,))
     # Agreements are small and on the CPU, whatever the tensors travel with.
-    cpu_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
+    cpu_group: Any = None if device.type == "cpu" else dist.new_group(backend="gloo")
     job = spec.job
     model = build_model(job.model, spec.vocab_size, job.data.seq_len, job.seed)
     shard(model, mesh, compute_dtype_of(job.inner.compute_dtype, device))

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from elastic.base import config
 from elastic.base.errors import ElasticError
 from elastic.training.adamw import AdamW
+from elastic.training.model import seeded
 from elastic.training.passes import num_targets, passes
 from elastic.training.shard import compute_dtype_of, local_of, parameters_of
 
@@ -232,8 +233,7 @@ class Inner:
             np.random.SeedSequence((self._seed, self.steps, self.rank)).generate_state(1, np.uint64)[0]
         )
         if self.device.type == "cpu":
-            with torch.random.fork_rng(devices=[]):
-                torch.random.default_generator.manual_seed(seed)
+            with seeded(seed):
                 yield
             return
         device = torch.get_device_module(self.device)

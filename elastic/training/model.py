@@ -8,6 +8,7 @@ seed alone: not on the process's random state (which it leaves as it was), nor o
 from __future__ import annotations
 
 import importlib
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from elastic.base.errors import ConfigError, ElasticError, UserCodeError
 from elastic.training.decoder import Decoder
 
 _CHECKED_TOKENS = 8  # positions of the dry run that checks the shape of the logits
+# torch reads the state under a mutex of its own and may collect garbage meanwhile, which lets another
+# thread in; if that one then waits for the mutex with the interpreter's lock in hand, both stand still.
+_RANDOM_STATE = threading.RLock()
 
 
 def build_model(model_cfg: Model, vocab_size: int, seq_len: int, seed: int) -> nn.Module:
@@ -61,9 +65,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def seeded(seed: int) -> Generator[None, None, None]:
     """Run a block under torch's CPU random state of `seed`, and put the old state back."""
-    with torch.random.fork_rng(devices=[]):
+    with _RANDOM_STATE:
+        before = torch.get_rng_state()
         torch.random.default_generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        with _RANDOM_STATE:
+            torch.set_rng_state(before)
 
 
 # ----------------------------------------------------------------------------- a Python entry

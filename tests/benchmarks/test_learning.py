@@ -103,6 +103,13 @@ def test_rows_are_jobs_of_the_quickstart() -> None:
     assert len(set(outers)) == len(outers)
 
 
+def test_diloco_is_the_quickstart() -> None:
+    """The table's `diloco` has the outer optimiser that `make train` uses."""
+    path, kept = ROOT / "jobs" / "quickstart.yaml", {"island_timeout_s"}
+    row, job = (load_job(path, overrides).value.outer for overrides in (PRESETS["diloco"], ()))
+    assert row.model_dump(exclude=kept) == job.model_dump(exclude=kept)
+
+
 def test_unknown_rows_are_refused() -> None:
     """A row that does not exist is named, with those that do."""
     with pytest.raises(
@@ -137,9 +144,9 @@ def test_table_as_text() -> None:
     """A line says loss, spread, paired gap, steps, bytes and shares."""
     lines = markdown(rows_of(PAIR)).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2] == "| 2 | synchronous | 1.5000 (1.0000 to 2.0000) | - | - | - | 4.0 MB | 1 | 1 |"
+    assert lines[2] == "| 2 | synchronous | 2 | 1.5000 (1.0000 to 2.0000) | - | - | - | 4.0 MB | 1 | 1 |"
     assert lines[3] == (
-        "| 2 | diloco | 1.5250 (1.0300 to 2.0200) | +2.00 % (+1.00 to +3.00) | 3 | 1.0 MB | 150 kB "
+        "| 2 | diloco | 2 | 1.5250 (1.0300 to 2.0200) | +2.00 % (+1.00 to +3.00) | 3 | 1.0 MB | 150 kB "
         "| 1/20.0 | 1/3.5 |"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,18 @@ SEQUENCES = 24
 """Of the corpus that a run can go through several times within seconds."""
 
 
+def _positions(run: Any) -> Counter[int]:
+    """How often each position of the budget went through a step."""
+    return Counter(p for batches in run.trained.values() for a, b in batches for p in range(a, b))
+
+
 @pytest.mark.parametrize(
     ("sequences", "islands"),
     [(1, 1), (1, 3), (3, 2), (5, 1), (17, 2), (33, 3), (50, 3)],
 )
 @pytest.mark.parametrize("preset", ["diloco", "synchronous"])
 def test_any_budget_is_committed_exactly_once(lab: Any, sequences: int, islands: int, preset: str) -> None:
-    """Smaller than a block, not a multiple of a batch, fewer blocks than islands: it ends, with everything."""
+    """Less than a block, no multiple of a batch, fewer blocks than islands: it ends, with everything."""
     names = ("a", "b", "c")[:islands]
     run = lab.run(lab.job(sequences=sequences, preset=preset), names).finished(sequences)
     trained = Counter(
@@ -54,7 +59,7 @@ def test_a_warm_up_of_the_whole_budget_never_leaves_it(lab: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory, make_lab: Any) -> Iterator[Any]:
+def few(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """A corpus of exactly SEQUENCES training sequences of 16 tokens."""
     folder = tmp_path_factory.mktemp("few")
     text = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(16 * SEQUENCES))
@@ -65,7 +70,7 @@ def few(tmp_path_factory: pytest.TempPathFactory, make_lab: Any) -> Iterator[Any
     )
     info = prepare(data, folder / "data")
     assert info.train.sequences == SEQUENCES
-    yield Corpus.open(folder / "data" / info.key)
+    return Corpus.open(folder / "data" / info.key)
 
 
 @pytest.fixture

@@ -56,7 +56,8 @@ def _both_in(lab: Any, job: Any, **setup: Any) -> tuple[Synchronizer, Entry]:
     synchronizer = lab.synchronizer(job, **setup)
     hellos = [lab.hello(job, name) for name in ("eu", "us")]
     assert [synchronizer.join(hello) for hello in hellos] == [1, 1]
-    return synchronizer, [_enter(synchronizer, hello) for hello in hellos][0]
+    entry, _ = (_enter(synchronizer, hello) for hello in hellos)
+    return synchronizer, entry
 
 
 def _values(wire: Wire) -> dict[str, Any]:
@@ -335,6 +336,61 @@ def test_what_others_train_by_now_cannot_be_claimed(lab: Any) -> None:
     assert board.claims["us"] is False
     assert board.ledger.held("us", 2) == RangeSet([(32, 40)])
     board.ledger.check()
+
+
+def test_nobody_enters_a_stretch_of_the_warm_up(lab: Any) -> None:
+    """Between two anchors an island would hold older parameters than the rest: it waits for the next one.
+
+    When the others are lost meanwhile, the stretch is redone with it, and its lease is still its own.
+    """
+    job = lab.job(preset="synchronous", outer={"sync_every": 100})
+    synchronizer, entry = _both_in(lab, job)
+    zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
+    for name in ("eu", "us"):
+        start = synchronizer.lease(_member(name), 0).start
+        step = {"kind": "gradient", "seq": 1, "steps": 1, "to_step": 1}
+        synchronizer.offer(_part(_member(name), zeros, positions=(start, start + 4), **step))
+    assert isinstance(synchronizer.fetch(_member("eu"), "gradient", 0, 1, 10.0), Packet)
+    synchronizer.declare_lost("us", "killed")
+    rest = RangeSet([(20, 32)])
+    hello = lab.hello(job, "us", base_version=0, held=RangeSet(), rest=rest)
+    assert synchronizer.join(hello) == 2
+    assert synchronizer.enter(_member("us", 2), hello, 0.3) is None
+    synchronizer.declare_lost("eu", "killed")
+    entry = _enter(synchronizer, hello, 2)
+    assert (entry.version, entry.claimed, entry.leased, entry.gradient_step) == (0, False, rest, 1)
+    board = synchronizer.board
+    assert board.ledger.held("us", 2) == rest
+    assert board.ledger.committed == RangeSet()
+    board.ledger.check()
+    assert ("warning", "no island is left in the synchronous phase: 1 steps are redone") in [
+        (kind, fields.get("what")) for kind, fields in lab.facts
+    ]
+
+
+def test_a_gradient_that_is_redone_has_a_number_of_its_own(lab: Any) -> None:
+    """Carriers keep packets by number: a step that is redone is never mistaken for the first try."""
+    job = lab.job(preset="synchronous", outer={"sync_every": 100})
+    synchronizer, entry = _both_in(lab, job)
+    zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
+    numbers = []
+    for generation in (1, 2):
+        seq = 1 if generation == 1 else entry.gradient_step + 1
+        for name in ("eu", "us"):
+            start = synchronizer.lease(_member(name, generation), 0).start
+            step = {"kind": "gradient", "seq": seq, "base_version": seq - 1, "steps": 1, "to_step": 1}
+            part = _part(_member(name, generation), zeros, positions=(start, start + 4), **step)
+            assert synchronizer.offer(part).status == "accepted"
+        packet = synchronizer.fetch(_member("eu", generation), "gradient", 0, seq, 10.0)
+        assert isinstance(packet, Packet)
+        numbers.append(packet.number)
+        if generation == 1:
+            for name in ("eu", "us"):
+                synchronizer.declare_lost(name, "killed")
+            hellos = [lab.hello(job, name) for name in ("eu", "us")]
+            assert [synchronizer.join(hello) for hello in hellos] == [2, 2]
+            entry, _ = (_enter(synchronizer, hello, 2) for hello in hellos)
+    assert numbers == [1, 2]
 
 
 # ------------------------------------------------------------------------------------ its end

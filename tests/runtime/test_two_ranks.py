@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_ranks_that_are_fenced_apart_join_together(lives: Any) -> None:
     assert records[-1].body["generations"] == {"eu": 2}
     committed = sorted(tuple(pair) for record in records for pair in record.body.get("committed", []))
     assert sum(stop - start for start, stop in committed) == SEQUENCES
-    assert all(a[1] <= b[0] for a, b in zip(committed, committed[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(committed))
 
 
 def test_ranks_agree_on_what_rank_0_decides(lives: Any) -> None:
