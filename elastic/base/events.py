@@ -40,22 +40,51 @@ KINDS: dict[str, Kind] = {
     ),
     "island_progress": Kind(
         "What an island is doing, at a bounded rate.",
-        ("island", "generation", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "stall_s", "phase"),
+        (
+            "island",
+            "generation",
+            "step",
+            "loss",
+            "lr",
+            "grad_norm",
+            "tokens",
+            "tokens_per_s",
+            "stall_s",
+            "phase",
+        ),
     ),
     "island_checkpoint": Kind("An island saved itself.", ("island", "generation", "step", "version", "name")),
-    "island_lost": Kind("An island stopped answering.", ("island", "generation", "reason", "returned_sequences")),
+    "island_lost": Kind(
+        "An island stopped answering.", ("island", "generation", "reason", "returned_sequences")
+    ),
     "island_restarting": Kind("The controller starts an island again.", ("island", "reason", "delay_s")),
     "island_left": Kind("An island ended in order.", ("island", "generation", "reason")),
     # the outer loop
     "outer_step": Kind(
         "Contributions were merged and a new version is durable.",
         (
-            "version", "fragment", "phase", "islands", "tokens", "losses", "delta_norm", "digest",
-            "committed_sequences", "total_sequences", "committed_tokens", "bytes_up", "bytes_down", "merge_s",
+            "version",
+            "fragment",
+            "phase",
+            "islands",
+            "tokens",
+            "losses",
+            "delta_norm",
+            "digest",
+            "committed_sequences",
+            "total_sequences",
+            "committed_tokens",
+            "bytes_up",
+            "bytes_down",
+            "merge_s",
         ),
     ),
-    "refused": Kind("A contribution or a message was refused by name.", ("island", "generation", "id", "reason")),
-    "adopted": Kind("An island adopted a version.", ("island", "generation", "version", "fragment", "digest", "wait_s")),
+    "refused": Kind(
+        "A contribution or a message was refused by name.", ("island", "generation", "id", "reason")
+    ),
+    "adopted": Kind(
+        "An island adopted a version.", ("island", "generation", "version", "fragment", "digest", "wait_s")
+    ),
     "phase_changed": Kind("The warm-up ended.", ("phase", "version", "digest", "islands")),
     "validated": Kind(
         "The outer parameters were judged on held-out text.",

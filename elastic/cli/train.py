@@ -7,6 +7,7 @@ import json as json_format
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
@@ -52,7 +53,9 @@ def train_command(job_file: Path, fleet_file: Path, overrides: Sequence[str], js
     else:
         from elastic.views.summary import summary
 
-        print("\n".join(summary(result.to_json(), shlex.quote(result.run_folder))), flush=True)
+        folder = shlex.quote(result.run_folder)
+        lines = summary(result.to_json(), folder, own_command(), job.value.logging.tensorboard)
+        print("\n".join(lines), flush=True)
     if result.status == "failed":
         print(result.reason, file=sys.stderr)  # the traceback of the user's code comes last
     sys.exit(result.exit_code)
@@ -65,6 +68,17 @@ def _keep_private(environment: MutableMapping[str, str]) -> None:
     """
     if environment.setdefault("RAY_AUTH_MODE", "token") == "token":
         environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def own_command() -> str:
+    """How this program was called, so that the next command can be copied: it may not be on the PATH."""
+    called = Path(sys.argv[0])
+    if called.name != "elastic":
+        return "python -m elastic"
+    on_path = shutil.which("elastic")
+    if on_path is not None and Path(on_path).resolve() == called.resolve():
+        return "elastic"
+    return shlex.quote(os.path.relpath(called) if called.is_relative_to(Path.cwd()) else str(called))
 
 
 def check_first(job: Job, fleet: Fleet, in_ray_job: bool) -> None:

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from elastic.base.config import Fleet, Island
 from elastic.base.errors import ElasticError
+from elastic.base.known import known
 from elastic.policy.placement import REGION_SHARE, worker_resources
 from elastic.runtime.ray_types import remote
 from elastic.runtime.worker import WorkerError, WorkerSpec, train_worker
@@ -51,7 +52,7 @@ class IslandActor:
     def run(self, fleet: Fleet, island: Island, spec: WorkerSpec) -> Outcome:
         """Train until the island's work is done, it is asked to stop, or it fails."""
         # Ray Train wants a folder for what is reported to it. Nothing is: the run folder holds it all.
-        session = ray._private.worker.global_worker.node.get_session_dir_path()
+        session = known(ray._private.worker.global_worker.node).get_session_dir_path()
         with tempfile.TemporaryDirectory(dir=session, ignore_cleanup_errors=True) as folder:
             return self._fit(fleet, island, spec, folder)
 

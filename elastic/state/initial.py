@@ -26,7 +26,8 @@ def initial_parameters(job: Job, vocab_size: int) -> Tensors:
         return parameters
     given = _parameters_from(job, job.init_from)
     problems = [
-        f"init_from {job.init_from}: {name} has shape {list(given[name].shape)}, the job's model {list(value.shape)}"
+        f"init_from {job.init_from}: {name} has shape {list(given[name].shape)}, "
+        f"the job's model {list(value.shape)}"
         for name, value in parameters.items()
         if name in given and given[name].shape != value.shape
     ]
@@ -56,8 +57,10 @@ def _parameters_from(job: Job, url: str) -> Tensors:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             [
-                f"init_from: {url} is neither a run folder (no run.json) nor a Hugging Face folder (no config.json)",
-                "  fix: give the folder of another run, or of a model that `save_pretrained` or `elastic export` wrote",
+                f"init_from: {url} is neither a run folder (no run.json) "
+                "nor a Hugging Face folder (no config.json)",
+                "  fix: give the folder of another run, "
+                "or of a model that `save_pretrained` or `elastic export` wrote",
             ]
         )
     if isinstance(job.model, DecoderModel):

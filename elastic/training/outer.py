@@ -7,7 +7,6 @@ machine, so a run can be replayed from its records and its digests compared.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +123,7 @@ def adopt(published: Mapping[str, Tensor], packet: Mapping[str, Tensor], codec_d
     return {name: held + decode(packet[name]) for name, held in published.items()}
 
 
-# --------------------------------------------------------------------------- parts and digests
+# ------------------------------------------------------------------------------------- parts
 
 
 def assemble(
@@ -172,23 +171,6 @@ def _assemble_one(
         first, last = sorted((covered, shape[0]))
         raise MergeError(f"rows {kind}", where=name, saw=f"rows {first} to {last} of {shape[0]}")
     return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over the sorted names, types, shapes, and little-endian bytes of whole tensors.
-
-    Equal exactly if the tensors are equal bit for bit, however they were sharded before.
-    """
-    hasher = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().to("cpu").contiguous()
-        kind = str(tensor.dtype).removeprefix("torch.")
-        hasher.update(f"{name}\0{kind}\0{list(tensor.shape)}\0".encode())
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.view(torch.int16)
-        array = tensor.numpy()
-        hasher.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
-    return hasher.hexdigest()
 
 
 def delta_norm(tensors: Mapping[str, Tensor]) -> float:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from elastic.views.format import bytes_text, count_text, duration_text, integer, number, one_line, plural
 
 
-def summary(result: Mapping[str, object], run_quoted: str) -> list[str]:
+def summary(
+    result: Mapping[str, object], run_quoted: str, command: str = "elastic", tensorboard: bool = True
+) -> list[str]:
     """The last lines of a run, from its `result.json`; `run_quoted` is the run folder as a shell word."""
 
     def total(name: str) -> int:
@@ -39,8 +41,9 @@ def summary(result: Mapping[str, object], run_quoted: str) -> list[str]:
     lines.append("next:")
     if result.get("status") != "done":
         lines.append("  the same command continues this run")
-    steps = [f"elastic status {run_quoted}", f"elastic audit {run_quoted}"]
+    steps = [f"{command} status {run_quoted}", f"{command} audit {run_quoted}"]
     if result.get("status") == "done":
-        steps.append(f"elastic export {run_quoted} DIR")
-    steps.append(f"tensorboard --logdir {run_quoted}/tensorboard")
+        steps.append(f"{command} export {run_quoted} DIR")
+    if tensorboard:
+        steps.append(f"tensorboard --logdir {run_quoted}/tensorboard")
     return lines + [f"  {step}" for step in steps]

@@ -23,7 +23,11 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_any_sharding_by_rows_gives_the_same_digest(cut: int) -> None:
     """Partial digests of the rows of two ranks add up to the digest of the whole."""
     whole = tensors()
-    first = {"embedding": (0, whole["embedding"][:cut]), "norm": (0, whole["norm"][:cut]), "scale": (0, whole["scale"])}
+    first = {
+        "embedding": (0, whole["embedding"][:cut]),
+        "norm": (0, whole["norm"][:cut]),
+        "scale": (0, whole["scale"]),
+    }
     second = {"embedding": (cut, whole["embedding"][cut:]), "norm": (cut, whole["norm"][cut:])}
     assert finish_digest(partial_digest(first) + partial_digest(second)) == digest(whole)
 

@@ -11,9 +11,9 @@ import torch
 
 from elastic.base.config import DecoderModel, HuggingFaceModel
 from elastic.base.errors import ConfigError, ElasticError
+from elastic.training.digest import digest
 from elastic.training.hf_layout import from_hugging_face, our_name, to_hugging_face
 from elastic.training.model import blocks_of, build_model
-from elastic.training.outer import digest
 from elastic.training.shard import parameters_of
 
 pytestmark = pytest.mark.unit

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import elastic
 from elastic.base import config
 from elastic.base.errors import ElasticError
+from elastic.training.digest import digest
 from elastic.training.inner import Inner, NonFiniteGradient
 from elastic.training.model import build_model
-from elastic.training.outer import assemble, digest
+from elastic.training.outer import assemble
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from elastic.base.config import DecoderModel, Model, PythonModel
 from elastic.base.errors import ConfigError, UserCodeError
+from elastic.training.digest import digest
 from elastic.training.model import blocks_of, build_model
-from elastic.training.outer import digest
 
 pytestmark = pytest.mark.unit
 

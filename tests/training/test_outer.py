@@ -1,4 +1,4 @@
-"""The outer loop's arithmetic: merge, step, publish, adopt, assemble, digest."""
+"""The outer loop's arithmetic: merge, step, publish, adopt, assemble."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.training.codec import NonFiniteTensor
+from elastic.training.digest import digest
 from elastic.training.outer import (
     MergeError,
     OuterState,
@@ -19,7 +20,6 @@ from elastic.training.outer import (
     assemble,
     delta,
     delta_norm,
-    digest,
     merge,
 )
 
@@ -260,39 +260,3 @@ def test_wrong_parts_are_named() -> None:
         assemble([{"w": (0, torch.zeros(7, 5))}], {"w": (6, 5)})
     with pytest.raises(MergeError, match="s: a scalar must come exactly once"):
         assemble([{"s": (0, torch.ones(()))}] * 2, {"s": ()})
-
-
-# ------------------------------------------------------------------------------------- digest
-
-
-def test_digest_sees_names_shapes_types_and_bits() -> None:
-    """Any difference in a name, a shape, a type or one bit changes the digest; order does not."""
-    base = _random(0)
-    different = [
-        {("v" if name == "w" else name): t for name, t in base.items()},
-        base | {"w": base["w"].reshape(5, 6)},
-        base | {"w": base["w"].bfloat16()},
-        base | {"b": torch.cat((base["b"][:4], torch.nextafter(base["b"][4:], torch.tensor(9.0))))},
-        base | {"s": -torch.zeros(())},
-        base | {"s": torch.zeros(())},
-    ]
-    digests = {digest(tensors) for tensors in [base, *different]}
-    assert len(digests) == 7
-    assert digest(dict(reversed(base.items()))) == digest(base)
-    assert digest(base | {"w": base["w"].t().contiguous().t()}) == digest(base)
-
-
-def test_digest_is_stable() -> None:
-    """The digest of known values is pinned: records of old runs must stay checkable."""
-    tensors = {
-        "a": torch.tensor([[1.0, -2.0]]),
-        "b": torch.tensor(0.5),
-        "c": torch.ones(1, dtype=torch.bfloat16),
-    }
-    assert digest(tensors) == "4965562fa079965ae05d878554024355a6ebd788ac80cffb8483b0e177f5dd3e"
-
-
-def test_delta_norm_is_the_euclidean_norm_of_all() -> None:
-    """Norms of all tensors together, exact where fp32 would overflow."""
-    assert delta_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}) == 5.0
-    assert delta_norm({"a": torch.full((4,), 1e30)}) == pytest.approx(2e30)
