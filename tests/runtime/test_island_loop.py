@@ -58,7 +58,8 @@ def test_one_averaging_island_is_plain_training(lab: Any, sync_every: int) -> No
     """With one island, `average` and fp32, a run is plain training up to rounding, whatever H.
 
     Adopting `base - (base - local)` instead of `local` rounds twice, so each value moves by at most
-    u * (|base - local| * (1 + u) + |local|) per outer step, u = 2**-24. The whole run stays within 2e-6.
+    u * (|base - local| * (1 + u) + |local|) per outer step, u = 2**-24: one unit in the last place.
+    Training carries that on; after these 23 steps all values are within 1e-6 (2.4e-7 when measured).
     """
     seen: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = []
 
@@ -99,7 +100,7 @@ def test_one_averaging_island_is_plain_training(lab: Any, sync_every: int) -> No
             assert ((published[name].double() - exact).abs() <= bound).all(), name
     plain, theta = _plain(lab, job), run.state.state.theta
     worst = max(float((plain[name] - theta[name]).abs().max()) for name in plain)
-    assert worst <= 2e-6
+    assert worst <= 1e-6
 
 
 @pytest.mark.parametrize("islands", [("eu", "us"), ("a", "b", "c")])

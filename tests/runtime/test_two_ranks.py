@@ -19,9 +19,10 @@ from elastic.state.records import load_records
 from elastic.state.replay import load_outer
 from elastic.state.storage import Storage
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(300)]
 
-SEQUENCES = 95
+SEQUENCES = 55
+"""A warm-up of three steps, then three outer steps."""
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 
 
@@ -37,14 +38,14 @@ def lives(make_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     lab = make_lab(folder)
     job, corpus = _job(lab).model_dump(mode="json"), str(lab.corpus.folder)
     requests = [{"scenario": "agree", "out": str(folder / "agree")}]
-    for name, more in (("whole", {}), ("stopped", {"stop_at": 3}), ("fenced", {"fence": True})):
+    for name, more in (("whole", {}), ("stopped", {"stop_at": 2}), ("fenced", {"fence": True})):
         about = {"scenario": "run", "job": job, "corpus": corpus, "run": str(folder / f"run-{name}")}
         requests.append({**about, **more, "out": str(folder / name)})
     (folder / "requests.json").write_text(json.dumps(requests))
     root = str(Path(elastic.__file__).parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     command = [sys.executable, str(SCRIPT), str(folder / "requests.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr
     answers = {r["out"].rpartition("/")[2]: pickle.loads(Path(r["out"]).read_bytes()) for r in requests}
     return lab, answers
@@ -91,8 +92,7 @@ def test_a_run_of_two_ranks_continues_with_one(lives: Any, alone: Any) -> None:
     lab, answers = lives
     stopped = answers["stopped"]
     assert (stopped["codes"], stopped["endings"]) == ([0, 0], ["stopped", "stopped"])
-    assert stopped["version"] >= 3
-    assert not stopped["finished"]
+    assert (stopped["version"], stopped["finished"]) == (2, False)
     run = lab.run(_job(lab), ("eu",), folder="run-stopped").finished(SEQUENCES)
     assert run.snapshot.counters["outer_steps"] == alone.snapshot.counters["outer_steps"]
     assert _worst(run.state.state.theta, alone.state.state.theta) <= 1e-5

@@ -44,7 +44,7 @@ from elastic.views.event_log import EventLog
 
 FORK = multiprocessing.get_context("fork")
 WORLD_SIZE = 2
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 KEY = b"one test"
 CALLS = ("join", "enter", "lease", "offer", "fetch", "beat", "judged", "leave")
 
@@ -154,10 +154,24 @@ def _rank(number: int, meeting: Path, request: dict[str, Any], epoch: int) -> No
     )
     rank.heart = Heart(link, lambda: rank.member, lambda: rank.beat, every_s=0.02)
     rank.store = IslandStore(storage, "eu", rank.group, rank.parameters, events, epoch=epoch)
+    if "stop_at" in request and number == 0:
+        _wait_for_the_stop(rank, request["stop_at"])
     ending = run_island(rank)
     events.close()
     _publish(meeting.with_suffix(f".{number}"), ending)
     dist.destroy_process_group()
+
+
+def _wait_for_the_stop(rank: IslandRank, version: int) -> None:
+    """Do not run past the version at which the run is stopped: hear of it first."""
+    gradient = rank.inner.gradient
+
+    def call(batch: Any) -> Any:
+        while rank.phase.version >= version and not rank.heart.stop_asked:
+            time.sleep(0.005)
+        return gradient(batch)
+
+    rank.inner.gradient = call  # type: ignore[method-assign]
 
 
 # ------------------------------------------------------------------------------ agreement
