@@ -267,6 +267,6 @@ def test_a_late_island_enters_the_warm_up_at_an_anchor(lab: Any) -> None:
     joined = next(event for event in run.events("island_joined") if event["island"] == "us")
     assert joined["version"] == 1
     assert run.steps[0].body["contributions"][0]["steps"] < 12
-    adopted = [event for event in run.events("adopted") if event["island"] == "us"]
-    assert adopted
-    assert all(event["digest"] == run.digests[event["version"]] for event in adopted)
+    assert joined["digest"] == run.digests[1]
+    assert [entry["island"] for entry in run.steps[-1].body["contributions"]] == ["eu", "us"]
+    assert not run.events("island_lost")

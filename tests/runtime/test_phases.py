@@ -13,7 +13,6 @@ from elastic.exchange.link import Packet
 from elastic.exchange.wire import unpack
 from elastic.policy.schedule import lr_at
 from elastic.runtime.island_rank import IslandRank
-from elastic.training.digest import digest
 from elastic.training.order import Order
 
 pytestmark = pytest.mark.unit
