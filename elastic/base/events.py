@@ -23,6 +23,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     # the run
     "run_started": Kind("A driver began an attempt.", ("run", "attempt", "epoch", "continued", "versions")),
+    "cluster": Kind("What is being done with the Ray cluster.", ("what",)),
     "derived": Kind("A value was chosen automatically.", ("key", "value", "why")),
     "data_progress": Kind("Preparing the corpus.", ("stage", "done", "total", "unit")),
     "data_ready": Kind(

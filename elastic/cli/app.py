@@ -22,7 +22,7 @@ EXIT_CODES = "\n\n".join(
     (
         "Exit codes:",
         "0 done",
-        "1 a bug; the traceback is printed last",
+        "1 a bug (the traceback is printed last), or a check of audit or doctor that failed",
         "2 the command, the configuration or the data is wrong; do not retry",
         "3 the cluster can never hold what was asked for",
         "75 stopped; the same command goes on",

@@ -83,12 +83,16 @@ def own_command() -> str:
 
 def check_first(job: Job, fleet: Fleet, in_ray_job: bool) -> None:
     """Whatever can be refused without torch and Ray, whose imports alone take seconds."""
-    from elastic.runtime.run_folder import open_storage, refuse_other_job
+    from elastic.runtime.run_folder import refuse_other_job, storage_of
+    from elastic.state.run_file import read_run
     from elastic.training.listing import check_sources
 
-    storage = open_storage(job, fleet, in_ray_job)
-    refuse_other_job(storage, job)
-    check_sources(job.data)
+    storage = storage_of(job, fleet, in_ray_job)
+    if read_run(storage) is None:
+        check_sources(job.data)  # before the run folder is made; a run that is there has its own copy
+    else:
+        refuse_other_job(storage, job)
+    storage.probe()
 
 
 def _views(job: Job, storage: Storage, stack: ExitStack, quiet: bool) -> list[Any]:

@@ -31,6 +31,14 @@ LONGEST_REPORT = 300
 """Characters of a report of Ray's that are passed on."""
 
 
+def announcement(fleet: Fleet) -> str:
+    """What `connected` is about to do, in words."""
+    if isinstance(fleet.cluster, ExistingCluster):
+        return f"connecting to the Ray cluster at {fleet.cluster.address}"
+    regions = len({island.region for island in fleet.islands})
+    return f"starting Ray on this machine: a head and {regions} simulated nodes"
+
+
 @contextlib.contextmanager
 def connected(
     fleet: Fleet, signals: StopSignals, tell: Callable[[str], None] = lambda text: None

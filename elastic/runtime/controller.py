@@ -117,8 +117,9 @@ def _run(attempt: Attempt, job: Resolved[Job]) -> Over:
         attempt.storage, attempt.fleet, job, attempt.lock.epoch, attempt.events, attempt.signals.check
     )
     if prepared.complete:
-        return Over("done", EXIT_DONE, "nothing to do: the budget is committed and judged")
+        return Over("done", EXIT_DONE, prepared.nothing_to_do)
     attempt.signals.check()
+    attempt.events.emit("cluster", {"what": cluster.announcement(attempt.fleet)})
     with cluster.connected(attempt.fleet, attempt.signals, attempt.warn):
         cluster.check_shared(attempt.storage)
         islands = Islands(
@@ -232,7 +233,7 @@ def _synchronizer(attempt: Attempt, setup: RunSetup) -> Iterator[SynchronizerHan
 
 def _stopped(attempt: Attempt) -> Over:
     name = attempt.signals.received.name if attempt.signals.received else ""
-    return Over("stopped", attempt.signals.exit_code, f"{name}: the same command continues the run")
+    return Over("stopped", attempt.signals.exit_code, f"stopped by {name}")
 
 
 def _end(attempt: Attempt, over: Over) -> Result:
@@ -277,7 +278,7 @@ def _result(attempt: Attempt, over: Over) -> Result:
         run=prepared.run if prepared else "",
         run_folder=attempt.storage.url,
         attempt=attempt.lock.epoch,
-        islands=len(view.joined) if view else len(attempt.fleet.islands),
+        islands=len(view.joined) if view else prepared.islands if prepared else 0,
         committed_sequences=view.committed_sequences if view else prepared.committed if prepared else 0,
         total_sequences=prepared.total_sequences if prepared else 0,
         final_val_loss=final.get("loss"),

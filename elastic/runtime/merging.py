@@ -278,26 +278,28 @@ class Merging:
     def _tell(
         self, version: int, phase: str, losses: dict[str, float], tokens: int, size: float, merge_s: float
     ) -> None:
+        fields = {"phase": phase, "islands": sorted(losses), "tokens": tokens, "merge_s": round(merge_s, 4)}
+        fields |= {"losses": {name: round(loss, 6) for name, loss in losses.items()}}
+        self._recorder.emit("outer_step", {**self._standing(version), **fields, "delta_norm": round(size, 6)})
+
+    def show_standing(self) -> None:
+        """Where a continued run stands, for views that begin with this attempt; it is no new fact."""
+        fields = {"phase": self._board.phase, "islands": [], "losses": {}, "tokens": 0}
+        fields |= {"delta_norm": 0.0, "merge_s": 0.0}
+        self._recorder.show("outer_step", {**self._standing(self._store.version), **fields})
+
+    def _standing(self, version: int) -> dict[str, Any]:
         store = self._store
-        self._recorder.emit(
-            "outer_step",
-            {
-                "version": version,
-                "fragment": 0,
-                "phase": phase,
-                "islands": sorted(losses),
-                "tokens": tokens,
-                "losses": {name: round(loss, 6) for name, loss in losses.items()},
-                "delta_norm": round(size, 6),
-                "digest": store.digest,
-                "committed_sequences": len(store.committed),
-                "total_sequences": self._board.setup.total_sequences,
-                "committed_tokens": int(store.counters["committed_tokens"]),
-                "bytes_up": int(store.counters["bytes_up"]),
-                "bytes_down": int(store.counters["bytes_down"]),
-                "merge_s": round(merge_s, 4),
-            },
-        )
+        return {
+            "version": version,
+            "fragment": 0,
+            "digest": store.digest,
+            "committed_sequences": len(store.committed),
+            "total_sequences": self._board.setup.total_sequences,
+            "committed_tokens": int(store.counters["committed_tokens"]),
+            "bytes_up": int(store.counters["bytes_up"]),
+            "bytes_down": int(store.counters["bytes_down"]),
+        }
 
 
 def contributions_of(due: Merge) -> list[dict[str, Any]]:

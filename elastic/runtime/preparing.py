@@ -37,15 +37,30 @@ class Prepared:
     epoch: int
     info: CorpusInfo
     corpus_cache: str
+    asked_sequences: int
+    """What the budget asks for."""
     total_sequences: int
+    """The same, or what is committed already if that is more."""
     block_sequences: int
     committed: int
+    islands: int
+    """That have contributed so far."""
     version: int
     counters: Mapping[str, float]
     validation: Mapping[str, Any]
     digest: str
     complete: bool
     """The whole budget is committed and the last version judged: nothing is left to do."""
+
+    @property
+    def nothing_to_do(self) -> str:
+        """Why a complete run is left as it is."""
+        if self.committed > self.asked_sequences:
+            return (
+                f"nothing to do: {self.committed} sequences are committed and judged, "
+                f"this budget asks for {self.asked_sequences}"
+            )
+        return "nothing to do: the budget is committed and judged"
 
     def setup(self, islands: tuple[str, ...]) -> RunSetup:
         """What the synchronizer is told."""
@@ -129,9 +144,11 @@ def prepare_run(
         epoch=epoch,
         info=info,
         corpus_cache=cache_path(known(value.data.cache_folder)),
-        total_sequences=total,
+        asked_sequences=total,
+        total_sequences=max(total, len(committed)),
         block_sequences=_block(lineage, value),
         committed=len(committed),
+        islands=len(body.get("generations", {})),
         version=body.get("versions", [0])[0],
         counters=body.get("counters", {}),
         validation=judged[-1] if judged else {},

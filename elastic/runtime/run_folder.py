@@ -29,7 +29,14 @@ FREE = ("data.cache_folder",)
 
 
 def open_storage(job: Job, fleet: Fleet, in_ray_job: bool) -> Storage:
-    """The run folder, reachable and writable; a relative one is refused where it would be lost.
+    """The run folder, made if it is not there, and found to be writable."""
+    storage = storage_of(job, fleet, in_ray_job)
+    storage.probe()
+    return storage
+
+
+def storage_of(job: Job, fleet: Fleet, in_ray_job: bool) -> Storage:
+    """The run folder, untouched; a relative one is refused where it would be lost.
 
     A Ray job runs in a throw-away copy of the working directory on whichever node is free.
     """
@@ -45,9 +52,7 @@ def open_storage(job: Job, fleet: Fleet, in_ray_job: bool) -> Storage:
                 "run_folder=/mnt/runs/NAME or run_folder=s3://BUCKET/runs/NAME",
             )
         folder = str(Path(folder).absolute())
-    storage = Storage(folder)
-    storage.probe()
-    return storage
+    return Storage(folder)
 
 
 class LockKeeper:

@@ -68,6 +68,8 @@ class Synchronizer:
         self.board = board
         self.recorder = Recorder(board, events)
         self._merging = Merging(board, store, self.recorder, self._lock, clock)
+        if store.version:
+            self._merging.show_standing()
         self._closing = threading.Event()
         self._last_tick = clock()
         # More often than `_note_losses` takes for a standstill of this process.

@@ -86,12 +86,13 @@ def _joined(event: Event) -> str:
 
 
 def _stopping(event: Event) -> str:
-    signal = event.get("signal")
-    return f"stopping: {event['reason']}" + (f" ({signal})" if signal else "")
+    reason, signal = str(event["reason"]), str(event.get("signal") or "")
+    return f"stopping: {reason}" + (f" ({signal})" if signal and signal not in reason else "")
 
 
 _SENTENCES = {
     "run_started": _run_started,
+    "cluster": lambda e: str(e["what"]),
     "derived": lambda e: f"{e['key']} = {e['value']} ({e['why']})",
     "data_ready": _data_ready,
     "data_changed": lambda e: f"warning: changed since tokenised, the copy is used: {_names(e['files'])}",

@@ -45,5 +45,5 @@ def summary(
     if result.get("status") == "done":
         steps.append(f"{command} export {run_quoted} DIR")
     if tensorboard:
-        steps.append(f"tensorboard --logdir {run_quoted}/tensorboard")
+        steps.append(f"tensorboard --logdir {run_quoted}/tensorboard   # pip install tensorboard")
     return lines + [f"  {step}" for step in steps]

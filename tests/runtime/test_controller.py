@@ -116,7 +116,7 @@ def test_a_signal_stops_the_run_with_its_code(attempt: Attempt) -> None:
     attempt.signals.received = signal.SIGTERM
     over = decide(attempt, VIEW, Islands())  # type: ignore[arg-type]
     assert (over.status, over.exit_code) == ("stopped", 143)  # type: ignore[union-attr]
-    assert "the same command continues" in over.reason  # type: ignore[union-attr]
+    assert "stopped by SIGTERM" in over.reason  # type: ignore[union-attr]
 
 
 def test_a_lost_lock_ends_the_attempt(attempt: Attempt) -> None:

@@ -369,7 +369,7 @@ def test_the_last_lines_say_what_to_do_next() -> None:
         "  elastic status runs/quick",
         "  elastic audit runs/quick",
         "  elastic export runs/quick DIR",
-        "  tensorboard --logdir runs/quick/tensorboard",
+        "  tensorboard --logdir runs/quick/tensorboard   # pip install tensorboard",
     ]
 
 
