@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from elastic.base.config import Fleet, Job
-from elastic.base.errors import EXIT_DONE, ElasticError, LockHeldError
+from elastic.base.errors import EXIT_DONE, EXIT_RESUMABLE, ElasticError, LockHeldError
 from elastic.base.known import known
 from elastic.base.resolve import Resolved
 from elastic.exchange.link import Snapshot
@@ -105,7 +105,7 @@ def train(
     except KeyboardInterrupt as error:
         over = Over("stopped", 130, "interrupted while starting or ending", error)
     except ElasticError as error:
-        over = Over("stopped" if error.exit_code == 75 else "failed", error.exit_code, str(error), error)
+        over = _over_with(attempt, error)
     except Exception as error:
         over = Over("failed", 1, f"{type(error).__name__}: {error}", error)
     return _end(attempt, over)
@@ -229,6 +229,19 @@ def _synchronizer(attempt: Attempt, setup: RunSetup) -> Iterator[SynchronizerHan
         yield handle
     finally:
         handle.kill()
+
+
+def _over_with(attempt: Attempt, error: ElasticError) -> Over:
+    """How an error ends the run.
+
+    A signal to the whole process group ends a Ray of our own under us: that is a stop, not a failure.
+    """
+    if error.exit_code != EXIT_RESUMABLE:
+        return Over("failed", error.exit_code, str(error), error)
+    if attempt.signals.received:
+        attempt.warn(f"stopping was cut short, the last checkpoints stand: {error.what}")
+        return _stopped(attempt)
+    return Over("stopped", error.exit_code, str(error), error)
 
 
 def _stopped(attempt: Attempt) -> Over:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.base.config import Fleet
-from elastic.base.errors import LockHeldError, RunFolderError
+from elastic.base.errors import LockHeldError, ResumableError, RunFolderError
 from elastic.base.resolve import resolve_fleet, resolve_job
 from elastic.exchange.link import Snapshot
 from elastic.runtime import controller
@@ -112,11 +112,21 @@ def test_a_budget_stops_the_run_resumably(attempt: Attempt, budget: dict[str, fl
 
 
 def test_a_signal_stops_the_run_with_its_code(attempt: Attempt) -> None:
-    """SIGTERM gives 143, and the sentence that the same command goes on."""
+    """SIGTERM gives 143, and the reason names it."""
     attempt.signals.received = signal.SIGTERM
     over = decide(attempt, VIEW, Islands())  # type: ignore[arg-type]
     assert (over.status, over.exit_code) == ("stopped", 143)  # type: ignore[union-attr]
     assert "stopped by SIGTERM" in over.reason  # type: ignore[union-attr]
+
+
+def test_a_signal_that_takes_ray_down_too_is_still_a_stop(attempt: Attempt) -> None:
+    """A signal to the whole process group ends our Ray under us: 143, not an error; without one it is 75."""
+    died = ResumableError("the synchronizer died")
+    over = controller._over_with(attempt, died)
+    assert (over.status, over.exit_code, over.error) == ("stopped", 75, died)
+    attempt.signals.received = signal.SIGTERM
+    over = controller._over_with(attempt, died)
+    assert (over.status, over.exit_code, over.error) == ("stopped", 143, None)
 
 
 def test_a_lost_lock_ends_the_attempt(attempt: Attempt) -> None:
