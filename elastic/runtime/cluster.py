@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -109,7 +112,26 @@ def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
             _add_nodes(cluster, fleet, signals)
         yield known(cluster.address)
     finally:
+        session = cluster.head_node.session_name if cluster.head_node else ""
         cluster.shutdown()
+        _end_orphans(session)
+
+
+def _end_orphans(session: str) -> None:
+    """End the workers of our own session that a signal to the whole process group has orphaned.
+
+    A worker whose raylet dies while it starts waits a minute before it gives up.
+    """
+    if not session:
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if session.encode() in command and b"/ray/_private/workers/" in command:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _add_nodes(cluster: Cluster, fleet: Fleet, signals: StopSignals) -> None:
