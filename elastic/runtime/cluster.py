@@ -117,10 +117,14 @@ def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
         _end_orphans(session)
 
 
-def _end_orphans(session: str) -> None:
-    """End the workers of our own session that a signal to the whole process group has orphaned.
+_RAYS_OWN = (b"/ray/_private/", b"/ray/dashboard/", b"/ray/core/")
+"""Parts of the paths of Ray's own programs: nothing else that names a session is ended."""
 
-    A worker whose raylet dies while it starts waits a minute before it gives up.
+
+def _end_orphans(session: str) -> None:
+    """End what a signal to the whole process group has orphaned of our own session.
+
+    A worker or an agent whose raylet dies while it starts waits a minute before it gives up.
     """
     if not session:
         return
@@ -129,7 +133,7 @@ def _end_orphans(session: str) -> None:
             command = (process / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended meanwhile
-        if session.encode() in command and b"/ray/_private/workers/" in command:
+        if session.encode() in command and any(part in command for part in _RAYS_OWN):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process.name), signal.SIGKILL)
 

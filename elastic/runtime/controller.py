@@ -108,6 +108,9 @@ def train(
         over = _over_with(attempt, error)
     except Exception as error:
         over = Over("failed", 1, f"{type(error).__name__}: {error}", error)
+        if attempt.signals.received:  # it may have ended a Ray that was just starting
+            attempt.warn(f"stopping was cut short: {over.reason}")
+            over = _stopped(attempt)
     return _end(attempt, over)
 
 
