@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from elastic.base.config import Fleet, Job
-from elastic.base.errors import EXIT_DONE, EXIT_RESUMABLE, ElasticError, LockHeldError
+from elastic.base.errors import EXIT_BUG, EXIT_DONE, EXIT_RESUMABLE, ElasticError, LockHeldError
 from elastic.base.known import known
 from elastic.base.resolve import Resolved
 from elastic.exchange.link import Snapshot
@@ -104,13 +104,8 @@ def train(
         over = _stopped(attempt)
     except KeyboardInterrupt as error:
         over = Over("stopped", 130, "interrupted while starting or ending", error)
-    except ElasticError as error:
-        over = _over_with(attempt, error)
     except Exception as error:
-        over = Over("failed", 1, f"{type(error).__name__}: {error}", error)
-        if attempt.signals.received:  # it may have ended a Ray that was just starting
-            attempt.warn(f"stopping was cut short: {over.reason}")
-            over = _stopped(attempt)
+        over = _over_with(attempt, error)
     return _end(attempt, over)
 
 
@@ -234,17 +229,19 @@ def _synchronizer(attempt: Attempt, setup: RunSetup) -> Iterator[SynchronizerHan
         handle.kill()
 
 
-def _over_with(attempt: Attempt, error: ElasticError) -> Over:
+def _over_with(attempt: Attempt, error: Exception) -> Over:
     """How an error ends the run.
 
-    A signal to the whole process group ends a Ray of our own under us: that is a stop, not a failure.
+    A signal to the whole process group ends a Ray of our own under us, or while it starts: what then
+    goes wrong is part of a stop, not a failure. Errors that no retry mends stay what they are.
     """
-    if error.exit_code != EXIT_RESUMABLE:
-        return Over("failed", error.exit_code, str(error), error)
-    if attempt.signals.received:
-        attempt.warn(f"stopping was cut short, the last checkpoints stand: {error.what}")
+    ours = isinstance(error, ElasticError)
+    code = error.exit_code if isinstance(error, ElasticError) else EXIT_BUG
+    reason = str(error) if ours else f"{type(error).__name__}: {error}"
+    if attempt.signals.received and (code == EXIT_RESUMABLE or not ours):
+        attempt.warn(f"stopping was cut short, the last checkpoints stand: {reason}")
         return _stopped(attempt)
-    return Over("stopped", error.exit_code, str(error), error)
+    return Over("stopped" if code == EXIT_RESUMABLE else "failed", code, reason, error)
 
 
 def _stopped(attempt: Attempt) -> Over:

@@ -45,10 +45,6 @@ class Outcome:
 class IslandActor:
     """Runs `TorchTrainer.fit()` for one island; the Ray Train controller lives on this actor's node."""
 
-    def ready(self) -> str:
-        """The node this actor is on."""
-        return ray.get_runtime_context().get_node_id()
-
     def run(self, fleet: Fleet, island: Island, spec: WorkerSpec) -> Outcome:
         """Train until the island's work is done, it is asked to stop, or it fails."""
         # Ray Train wants a folder for what is reported to it. Nothing is: the run folder holds it all.
