@@ -69,7 +69,7 @@ MEANINGS = {
     "value": "The value that was chosen.",
     "version": "Version of the outer parameters.",
     "versions": "Version of each fragment at the start.",
-    "wait_s": "Seconds the inner loop waited for this version.",
+    "dropped_update_fraction": "Share of the update since the base that a blend gave up, in inner steps.",
     "what": "What happened, in words.",
     "why": "From what the value follows.",
     "workers": "Number of workers; in `island_starting` [smallest, largest].",

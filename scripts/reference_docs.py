@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # runs without an installation too
 
 from elastic.base.config import Fleet, Job
-from elastic.base.resolve import PRESETS
+from elastic.base.presets import DERIVED, PRESETS
 from elastic.base.schema import describe
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
@@ -43,14 +43,20 @@ def page(title: str, intro: str, model: type[Job] | type[Fleet]) -> str:
 def presets() -> str:
     """What each outer preset stands for."""
     lines = ["", "## Outer presets", "", "A preset fills the fields of `outer` that are left out.", ""]
-    lines += ["| preset | sync_every | lr | momentum | warmup | from |", "|---|---|---|---|---|---|"]
-    for name, preset in PRESETS.items():
-        values = [preset.sync_every, preset.lr, preset.momentum, preset.warmup]
+    names = list(PRESETS)
+    lines += [f"| | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for field in DERIVED:
         cells = [
-            "-" if field in preset.unused else f"{value:g}"
-            for field, value in zip(("sync_every", "lr", "momentum", "warmup"), values, strict=True)
+            "-" if field in preset.unused else f"{getattr(preset, field)}" for preset in PRESETS.values()
         ]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {preset.source} |")
+        lines.append(f"| `{field}` | {' | '.join(cells)} |")
+    lines += [f"| from | {' | '.join(preset.source for preset in PRESETS.values())} |", ""]
+    for name, preset in PRESETS.items():
+        if preset.layers_per_fragment:
+            lines.append(
+                f"`{name}`: one fragment per {preset.layers_per_fragment} layers of our decoder; "
+                f"{preset.fragments} fragments of another model, at most one a layer."
+            )
     for name, preset in PRESETS.items():
         if preset.unused:
             keys = ", ".join(f"`outer.{field}`" for field in preset.unused)

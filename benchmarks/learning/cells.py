@@ -27,10 +27,16 @@ def _diloco(**outer: float | str | None) -> tuple[str, ...]:
     return _row("diloco", **{"lr": 0.7, "momentum": 0.8, **outer})
 
 
+def _streaming(**outer: float | str | None) -> tuple[str, ...]:
+    return _row("streaming", **outer)
+
+
 PRESETS: dict[str, tuple[str, ...]] = {
     "synchronous": _row("synchronous", warmup=None),
     "average": _row("average"),
     "diloco": _diloco(),
+    "streaming": _streaming(),
+    "streaming, fp32": _streaming(codec_up="fp32", codec_down="fp32"),
 }
 """Rows of the main table, as overrides of the job; `diloco` is the quickstart itself, written out."""
 
@@ -46,6 +52,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "diloco, no warm-up": _diloco(warmup=0.0),
     "average, H 50": _row("average", sync_every=50),
     "average, no warm-up": _row("average", warmup=0.0),
+    "streaming, int8": _streaming(codec_up="int8", codec_down="int8"),
+    "streaming, e3m0": _streaming(codec_up="e3m0", codec_down="e3m0"),
+    "streaming, overlap 0": _streaming(overlap_steps=0, alpha=0.0),
+    "streaming, overlap 1": _streaming(overlap_steps=1),
+    "streaming, overlap 5": _streaming(overlap_steps=5),
+    "streaming, keep-progress": _streaming(mix="keep-progress", alpha=None),
 }
 """One thing changed at a time, for orientation: two islands, the first seed."""
 VARIANT_ISLANDS = 2

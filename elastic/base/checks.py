@@ -21,7 +21,8 @@ from elastic.base.config import (
     TokenizersTokenizer,
 )
 from elastic.base.errors import ConfigError
-from elastic.base.resolve import PRESETS, Resolved
+from elastic.base.presets import PRESETS
+from elastic.base.resolve import Resolved
 from elastic.base.schema import Path
 
 Mistake = tuple[Path, str]
@@ -99,9 +100,21 @@ def _data(data: Data) -> Iterator[Mistake]:
 
 
 def _outer(outer: Outer) -> Iterator[Mistake]:
-    for name in PRESETS[outer.preset].unused:
+    preset = PRESETS[outer.preset]
+    for name in preset.unused:
         if name in outer.model_fields_set and getattr(outer, name) is not None:
             yield (name,), f"has no effect under preset {outer.preset}; remove it"
+    sync_every = outer.sync_every or preset.sync_every
+    if outer.fragments is not None and outer.fragments > sync_every:
+        why = (
+            f"{outer.fragments} fragments do not fit into sync_every {sync_every}: at most one a step is due"
+        )
+        yield ("fragments",), why
+    if outer.overlap_steps is not None and outer.overlap_steps > sync_every:
+        yield ("overlap_steps",), f"{outer.overlap_steps} is more than sync_every {sync_every}"
+    alpha = preset.alpha if outer.alpha is None else outer.alpha
+    if alpha and (outer.mix or preset.mix) == "keep-progress" and outer.alpha is not None:
+        yield ("alpha",), "has no effect with mix keep-progress; remove it"
 
 
 def _logging(logging: Logging) -> Iterator[Mistake]:

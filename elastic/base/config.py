@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from elastic.base.outer_config import Outer
 from elastic.base.schema import mistake
-
-Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=63)]
-
-
-class Section(BaseModel):
-    """A frozen section that refuses keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
+from elastic.base.section import Name, Positive, Section, Share
 
 # --------------------------------------------------------------------------------------- model
 
@@ -196,31 +187,6 @@ class Inner(Section):
     """Rate at the end, as a share of the peak."""
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the forward and backward pass; `auto`: bf16 on accelerators, fp32 on CPU."""
-
-
-class Outer(Section):
-    """The optimiser between islands. A preset is nothing but values of the other fields."""
-
-    preset: Literal["average", "diloco", "synchronous"] = "diloco"
-    """`average`: parameters; `diloco`: deltas with outer momentum; `synchronous`: gradients."""
-    sync_every: Positive | None = None
-    """Inner steps between two outer steps (H). Derived from the preset."""
-    lr: Annotated[float, Field(gt=0)] | None = None
-    """Outer learning rate. Derived from the preset."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Outer Nesterov momentum. Derived from the preset."""
-    warmup: Share | None = None
-    """Share of the budget run synchronously first. Derived from the preset."""
-    weights: Literal["tokens", "uniform"] = "tokens"
-    """How contributions are weighted in the mean."""
-    codec_up: Literal["fp32", "bf16"] = "fp32"
-    """How deltas travel from island to synchronizer."""
-    codec_down: Literal["fp32", "bf16"] = "fp32"
-    """How new versions travel back; the rounding error is carried on."""
-    island_timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Without a heartbeat for this long an island leaves the open outer step."""
-    sync_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest wait of an island for a new version before it restarts."""
 
 
 class Checkpoint(Section):

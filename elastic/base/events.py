@@ -83,8 +83,13 @@ KINDS: dict[str, Kind] = {
     "refused": Kind(
         "A contribution or a message was refused by name.", ("island", "generation", "id", "reason")
     ),
+    "quarantined": Kind(
+        "An island's contributions were refused again and again; it takes part no longer.",
+        ("island", "generation", "reason"),
+    ),
     "adopted": Kind(
-        "An island adopted a version.", ("island", "generation", "version", "fragment", "digest", "wait_s")
+        "An island adopted a version of a fragment (-1: of all).",
+        ("island", "generation", "version", "fragment", "digest", "stall_s", "dropped_update_fraction"),
     ),
     "phase_changed": Kind("The warm-up ended.", ("phase", "version", "digest", "islands")),
     "validated": Kind(

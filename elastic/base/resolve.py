@@ -12,8 +12,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from elastic.base.config import DecoderModel, Fleet, Job, Section
+from elastic.base.config import DecoderModel, Fleet, Job
+from elastic.base.presets import derived_outer
 from elastic.base.schema import Path
+from elastic.base.section import Section
 
 Source = Literal["file", "override", "argument", "default", "derived"]
 T = TypeVar("T", Job, Fleet)
@@ -46,27 +48,6 @@ class Resolved(Generic[T]):
         return origin.position if origin and origin.position else key
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What an outer preset stands for. `unused`: fields of `outer` that have no effect under it."""
-
-    sync_every: int
-    lr: float
-    momentum: float
-    warmup: float
-    source: str
-    unused: tuple[str, ...] = ()
-
-
-PRESETS: dict[str, Preset] = {
-    "average": Preset(50, 1.0, 0.0, 0.0, "plain periodic averaging (local SGD)"),
-    "diloco": Preset(20, 0.7, 0.8, 0.25, "DiLoCo (arXiv 2311.08105); values of docs/explanation/learning.md"),
-    "synchronous": Preset(
-        20, 1.0, 0.0, 1.0, "gradients every step, made durable every 20",
-        unused=("lr", "momentum", "warmup", "weights", "codec_up", "codec_down"),
-    ),
-}  # fmt: skip
-
 NODE_CACHE = "~/.cache/elastic"
 """Where every node keeps token shards of its own when the run folder is in a bucket."""
 
@@ -83,7 +64,6 @@ def resolve_job(job: Job, given: Given | None = None) -> Resolved[Job]:
     `given` tells where a value was written; without it, what was set when the Job was built counts as given.
     """
     run_folder = job.run_folder or f"runs/{job.name}"
-    preset = PRESETS[job.outer.preset]
     derive: dict[Path, tuple[object, str]] = {
         ("run_folder",): (run_folder, "runs/<name>"),
         ("data", "cache_folder"): (
@@ -96,8 +76,7 @@ def resolve_job(job: Job, given: Given | None = None) -> Resolved[Job]:
             f"batch_sequences {job.inner.batch_sequences}, at most {MAX_MICRO_BATCH}",
         ),
     }
-    for name in ("sync_every", "lr", "momentum", "warmup"):
-        derive[("outer", name)] = (getattr(preset, name), f"preset {job.outer.preset}: {preset.source}")
+    derive |= {("outer", name): value for name, value in derived_outer(job).items()}
     if isinstance(job.model, DecoderModel):
         model = job.model
         derive[("model", "num_kv_heads")] = (model.num_heads, f"num_heads {model.num_heads}")

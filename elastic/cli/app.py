@@ -91,6 +91,17 @@ def status(
 
 
 @app.command()
+def replay(
+    scenario: Annotated[str, typer.Argument(help="Scenario file (tests/golden/README.md).")],
+    check: Annotated[bool, typer.Option(help="Compare with the scenario's own figures.")] = False,
+) -> None:
+    """Run a scripted scenario of the outer loop, without Ray, and print what came out."""
+    from elastic.cli.replay import replay_command
+
+    replay_command(scenario, check=check)
+
+
+@app.command()
 def audit(run: RunFolder, json: Json = False) -> None:
     """Check what a run promises about its data and its files."""
     from elastic.cli.audit import audit_command

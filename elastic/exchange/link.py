@@ -15,6 +15,7 @@ from elastic.base.ranges import RangeSet
 from elastic.exchange.wire import Wire
 
 Phase = Literal["synchronous", "outer"]
+Wanted = Literal["version", "whole", "gradient"]
 
 
 class FencedError(Exception):
@@ -43,6 +44,15 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A contribution under way: its turn, and the data in it."""
+
+    generation: int
+    seq: int
+    ranges: RangeSet
+
+
+@dataclass(frozen=True)
 class Hello:
     """An island asks to take part."""
 
@@ -55,10 +65,12 @@ class Hello:
     """Fingerprint of the trainable parameters' names and shapes."""
     step: int = 0
     """Inner steps of its checkpoint, 0 without one."""
-    base_version: int = -1
-    """Version its checkpoint trained from; -1 without a checkpoint."""
-    held: RangeSet = RangeSet()
-    """Positions its checkpoint has trained on since that version."""
+    bases: tuple[int, ...] = ()
+    """Version of each fragment that its checkpoint holds; empty without a checkpoint."""
+    pending: tuple[RangeSet, ...] = ()
+    """By fragment: positions its checkpoint has trained on, and of which it has not seen a merge."""
+    sent: Mapping[int, Sent] = field(default_factory=dict)
+    """By fragment: the contribution that was under way."""
     rest: RangeSet = RangeSet()
     """Positions leased to its checkpoint and not yet trained on."""
 
@@ -77,13 +89,19 @@ class Basis:
 class Entry:
     """The global parameters an island starts from."""
 
-    version: int
+    versions: tuple[int, ...]
+    """Of each fragment."""
     phase: Phase
     digest: str
+    """Of all fragments together."""
     tensors: Wire
     basis: Basis
     claimed: bool
-    """The island's own progress since that version still counts: it goes on from its checkpoint."""
+    """The island's own progress since these versions still counts: it goes on from its checkpoint."""
+    last_fragment: int
+    """Fragment of the newest outer step, -1 at the start of the schedule: the next one is due next."""
+    merged: tuple[int, ...]
+    """Of an island that goes on: fragments whose contribution under way was merged meanwhile."""
     leased: RangeSet
     """Positions that its checkpoint had leased, and that it may still train on."""
     gradient_step: int
@@ -132,6 +150,10 @@ class Part:
     loss_sum: float = 0.0
     """Summed training loss of these tokens, as rank 0 knows it."""
     finite: bool = True
+    square_norm: float = 0.0
+    """Of a delta: sum of the squares of this rank's rows."""
+    slack_s: float = 0.0
+    """Seconds until the island must adopt, as it expects when it sends: how long it can spare to wait."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +183,8 @@ class Packet:
     phase: Phase = "outer"
     evaluate: str = ""
     """Island that judges this version."""
+    merged: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(generation, seq) of the newest contribution of each island in it."""
     moments: Wire | None = None
 
 
@@ -216,7 +240,7 @@ class Link(Protocol):
     def enter(self, member: Member, hello: Hello, timeout_s: float) -> Entry | None:
         """Current global parameters, once the synchronizer admits the island; None: ask again."""
 
-    def lease(self, member: Member, base_version: int) -> Work:
+    def lease(self, member: Member, versions: tuple[int, ...]) -> Work:
         """What to do next. Only rank 0 calls it."""
 
     def offer(self, part: Part) -> Receipt:
@@ -225,12 +249,16 @@ class Link(Protocol):
     def fetch(
         self,
         member: Member,
-        kind: Literal["version", "gradient"],
+        kind: Wanted,
         fragment: int,
         number: int,
         timeout_s: float,
     ) -> Packet | Donate | None:
-        """Version `number` (or a later one), or the gradient of that step; None: not yet."""
+        """A packet of kind `kind` of this number, or the next later one there is; None: not yet.
+
+        `version`: the step to a fragment's version; `whole`: all values of its newest version, at least
+        `number`; `gradient`: the merged gradient of a synchronous step.
+        """
 
     def beat(self, member: Member, beat: Beat) -> Command:
         """Tell that the island lives. Only rank 0 calls it."""
@@ -248,11 +276,14 @@ class Snapshot:
 
     phase: Phase
     version: int
+    """That every fragment has reached."""
     counters: Mapping[str, float]
     total_sequences: int
     committed_sequences: int
     live: tuple[str, ...]
     joined: tuple[str, ...]
+    versions: tuple[int, ...] = (0,)
+    """Of each fragment."""
     beats: Mapping[str, Beat] = field(default_factory=dict)
     workers: Mapping[str, int] = field(default_factory=dict)
     merged_version: Mapping[str, int] = field(default_factory=dict)

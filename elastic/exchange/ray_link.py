@@ -70,9 +70,9 @@ class RayLink:
         wires = ray.get([*tensors, *moments], timeout=CALL_TIMEOUT_S)
         return dataclasses.replace(entry, tensors=wires[0], moments=wires[1] if moments else None)
 
-    def lease(self, member: Member, base_version: int) -> Work:
+    def lease(self, member: Member, versions: tuple[int, ...]) -> Work:
         """See `Link.lease`."""
-        return self._call("lease", member, base_version)
+        return self._call("lease", member, versions)
 
     def offer(self, part: Part) -> Receipt:
         """See `Link.offer`."""

@@ -129,11 +129,15 @@ class Ledger:
             return False
         return bool(self._returned) or self._next_block(self._residues[island]) is not None
 
-    def claim(self, island: str, generation: int, ranges: RangeSet) -> bool:
-        """Lease exactly these positions, which a restarted island has trained but not handed in.
+    def claim(
+        self, island: str, generation: int, ranges: RangeSet, pending: Sequence[RangeSet] | None = None
+    ) -> bool:
+        """Lease exactly these positions, which a restarted island has trained but not seen committed.
 
-        All of them free: they are leased and the answer is True. Otherwise nothing changes and the
-        answer is False. What is left of a block that is claimed in part counts as returned.
+        `pending`: by fragment, those it still has to hand in; the others of `ranges` count as merged
+        there. Without it nothing is merged. All of them free: they are leased and the answer is True.
+        Otherwise nothing changes and the answer is False. What is left of a block that is claimed in
+        part counts as returned.
         """
         taken = [self._committed, *self._leased.values()]
         inside = ranges <= RangeSet([(0, self.total)])
@@ -144,6 +148,9 @@ class Ledger:
         self._returned = (self._returned | self._positions_of(touched)) - ranges
         if ranges:
             self._grant(island, generation, ranges)
+            merged = self._merged[island, generation]
+            for fragment, left in enumerate(pending or ()):
+                merged[fragment] |= ranges - left
         return True
 
     def release(self, island: str, generation: int | None = None, keep: RangeSet = EMPTY) -> RangeSet:

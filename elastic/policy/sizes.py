@@ -1,20 +1,28 @@
 """How large a model is and what it costs, counted from its configuration alone.
 
 The counts are exact for the decoder of `elastic.training.decoder`, parameter by parameter. For other
-models nothing is known before they are built.
+models nothing is known before they are built; `encoded_bytes` then takes their shapes.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastic.base.config import DecoderModel
+    from elastic.base.outer_config import Codec
 
-Codec = Literal["fp32", "bf16"]
+Shape = tuple[int, ...]
 
-BYTES_PER_VALUE: dict[Codec, int] = {"fp32": 4, "bf16": 2}
+BLOCK = 128
+"""Values of a row that share a scale under int8, int4 and e3m0: as in `elastic.training.block_codec`."""
+_BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "e3m0": 4}
+_BLOCK_CODECS: tuple[Codec, ...] = ("int8", "int4", "e3m0")
+_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,8 @@ class ParameterCount:
     """All blocks together."""
     vectors: int
     """Those of `total` in 1-D tensors (the norms), which always travel in fp32."""
+    matrices: tuple[Shape, ...]
+    """All others as (rows, columns): the matrices of as many columns stacked, narrow ones first."""
 
 
 def kv_heads(model: DecoderModel) -> int:
@@ -42,21 +52,35 @@ def ffn_width(model: DecoderModel) -> int:
     return model.ffn_dim or -(-8 * model.d_model // 48) * 16
 
 
+def decoder_shapes(model: DecoderModel, vocab_size: int) -> dict[str, Shape]:
+    """Names and shapes of the decoder's parameters in order of definition, a tied head left out."""
+    block = _block_shapes(model)
+    shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, model.d_model)}
+    for layer in range(model.num_layers):
+        shapes |= {f"blocks.{layer}.{name}.weight": shape for name, shape in block.items()}
+    shapes["final_norm.weight"] = (model.d_model,)
+    if not model.tied_head:
+        shapes["head.weight"] = (vocab_size, model.d_model)
+    return shapes
+
+
 def count_parameters(model: DecoderModel, vocab_size: int) -> ParameterCount:
     """Count the decoder's parameters for a vocabulary of `vocab_size` tokens."""
-    width, head_dim = model.d_model, model.d_model // model.num_heads
-    norms = 2 * width + (2 * head_dim if model.qk_norm else 0)
-    per_block = _block_matrices(model) + norms
-    blocks = model.num_layers * per_block
-    embedding = vocab_size * width
-    head = 0 if model.tied_head else embedding
+    shapes = decoder_shapes(model, vocab_size)
+    per_block = _numel(_block_shapes(model).values())
+    embedding = vocab_size * model.d_model
+    rows: Counter[int] = Counter()
+    for shape in shapes.values():
+        if len(shape) == 2:
+            rows[shape[1]] += shape[0]
     return ParameterCount(
-        total=embedding + blocks + width + head,  # width: the final norm
+        total=_numel(shapes.values()),
         embedding=embedding,
-        head=head,
+        head=0 if model.tied_head else embedding,
         per_block=per_block,
-        blocks=blocks,
-        vectors=model.num_layers * norms + width,
+        blocks=model.num_layers * per_block,
+        vectors=_numel(shape for shape in shapes.values() if len(shape) == 1),
+        matrices=tuple((rows[columns], columns) for columns in sorted(rows)),
     )
 
 
@@ -67,18 +91,53 @@ def flops_per_token(model: DecoderModel, vocab_size: int, seq_len: int) -> int:
     activations (matrices of the blocks and the head, tied or not; a look-up in the embedding is
     free), the second term is attention over all T positions, not halved for the causal mask.
     """
-    multiplied = model.num_layers * _block_matrices(model) + vocab_size * model.d_model
+    in_a_block = _numel(shape for shape in _block_shapes(model).values() if len(shape) == 2)
+    multiplied = model.num_layers * in_a_block + vocab_size * model.d_model
     return 6 * multiplied + 12 * model.num_layers * model.d_model * seq_len
+
+
+def encoded_bytes(codec: Codec, shape: Shape) -> int:
+    """Bytes in which a tensor travels, exactly those of `elastic.training.codec`.
+
+    fp32 for tensors of one dimension or none. The block codecs see any other as [rows, all the rest]
+    and add two bytes, a scale, for each started block of a row; two 4-bit values share a byte.
+    """
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    rows, columns = shape[0], math.prod(shape[1:])
+    row = -(-columns * _BITS[codec] // 8)
+    if codec in _BLOCK_CODECS:
+        row += _SCALE_BYTES * -(-columns // BLOCK)
+    return rows * row
 
 
 def bytes_per_outer_step(parameters: ParameterCount, codec: Codec) -> int:
     """Bytes of all values of one island's delta, or of one new version, in one direction."""
-    matrices = parameters.total - parameters.vectors
-    return matrices * BYTES_PER_VALUE[codec] + parameters.vectors * BYTES_PER_VALUE["fp32"]
+    matrices = sum(encoded_bytes(codec, shape) for shape in parameters.matrices)
+    return matrices + encoded_bytes(codec, (parameters.vectors,))
 
 
-def _block_matrices(model: DecoderModel) -> int:
-    """Parameters in the matrices of one block: q, k, v, o and the three of SwiGLU."""
-    width = model.d_model
-    kv_width = width // model.num_heads * kv_heads(model)
-    return 2 * width * width + 2 * width * kv_width + 3 * width * ffn_width(model)
+def _block_shapes(model: DecoderModel) -> dict[str, Shape]:
+    """The parameters of one block, in order of definition."""
+    width, ffn = model.d_model, ffn_width(model)
+    head_dim = width // model.num_heads
+    kv_width = head_dim * kv_heads(model)
+    shapes: dict[str, Shape] = {
+        "attention_norm": (width,),
+        "attention.q": (width, width),
+        "attention.k": (kv_width, width),
+        "attention.v": (kv_width, width),
+        "attention.o": (width, width),
+    }
+    if model.qk_norm:
+        shapes |= {"attention.q_norm": (head_dim,), "attention.k_norm": (head_dim,)}
+    return shapes | {
+        "ffn_norm": (width,),
+        "ffn.gate": (ffn, width),
+        "ffn.up": (ffn, width),
+        "ffn.down": (width, ffn),
+    }
+
+
+def _numel(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)

@@ -41,18 +41,18 @@ class SynchronizerActor:
         self._setup, self._storage = setup, storage
         self._events = EventLog(storage, f"synchronizer-a{setup.epoch}")
         self._opened: Synchronizer | None = None
-        self._references: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        self._references: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
 
     @property
     def _synchronizer(self) -> Synchronizer:
         return known(self._opened)
 
-    def _reference(self, kind: str, number: int, wire: Wire) -> list[Any]:
+    def _reference(self, kind: str, fragment: int, number: int, wire: Wire) -> list[Any]:
         """One object per version or step, however many ranks ask for it."""
-        key = (kind, number)
+        key = (kind, fragment, number)
         if key not in self._references:
             self._references[key] = ray.put(wire)
-            while len(self._references) > REFERENCES_KEPT:
+            while len(self._references) > REFERENCES_KEPT + 2 * len(self._synchronizer.store.states):
                 self._references.popitem(last=False)
         return [self._references[key]]
 
@@ -67,14 +67,14 @@ class SynchronizerActor:
         entry = self._synchronizer.enter(member, hello, timeout_s)
         if entry is None:
             return None
-        tensors = self._reference("published", entry.version, entry.tensors)
-        moments = self._reference("moments", entry.version, entry.moments) if entry.moments else []
+        tensors = self._reference("published", 0, sum(entry.versions), entry.tensors)
+        moments = self._reference("moments", 0, sum(entry.versions), entry.moments) if entry.moments else []
         return dataclasses.replace(entry, tensors=EMPTY, moments=None), tensors, moments
 
     @ray.method(concurrency_group="control")
-    def lease(self, member: Member, base_version: int) -> Work:
+    def lease(self, member: Member, versions: tuple[int, ...]) -> Work:
         """See `Link.lease`."""
-        return self._synchronizer.lease(member, base_version)
+        return self._synchronizer.lease(member, versions)
 
     @ray.method(concurrency_group="bulk")
     def offer(self, part: Part) -> Receipt:
@@ -88,7 +88,7 @@ class SynchronizerActor:
         if not isinstance(packet, Packet) or not packet.tensors.arrays:
             return packet
         return dataclasses.replace(packet, tensors=EMPTY), self._reference(
-            kind, packet.number, packet.tensors
+            kind, packet.fragment, packet.number, packet.tensors
         )
 
     @ray.method(concurrency_group="control")

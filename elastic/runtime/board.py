@@ -6,22 +6,24 @@ no decision of its own and does no arithmetic; `elastic.runtime.synchronizer` mo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.base.config import Job
+from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Basis, Beat, Hello, Packet, Part, Phase
 from elastic.policy.evaluation import EvaluationQueue
+from elastic.policy.guard import Guard
 from elastic.policy.ledger import Ledger
 from elastic.policy.membership import Membership
 from elastic.policy.plan import warmup_sequences
-from elastic.policy.rounds import Contribution, Rounds
+from elastic.policy.rounds import Contribution, Rounds, Rules
 
 EVENTS_KEPT = 10_000
-PACKETS_KEPT = 2
+PACKETS_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,21 @@ class Board:
     """The state of the outer loop between two looks of the synchronizer."""
 
     def __init__(
-        self, setup: RunSetup, version: int, phase: Phase, committed: RangeSet, generations: Mapping[str, int]
+        self,
+        setup: RunSetup,
+        versions: Sequence[int],
+        phase: Phase,
+        committed: RangeSet,
+        generations: Mapping[str, int],
     ) -> None:
         job = setup.job
         self.setup = setup
         self.membership = Membership(job.outer.island_timeout_s, generations)
-        self.ledger = Ledger(setup.total_sequences, setup.block_sequences, 1, committed)
-        self.rounds = Rounds(1, job.outer.weights, [version])
-        self.gradients = Rounds(1, "tokens", [0], kind="gradient")
+        self.fragments = len(versions)
+        self.ledger = Ledger(setup.total_sequences, setup.block_sequences, self.fragments, committed)
+        self.rounds = Rounds(self.fragments, rules_of(job), versions)
+        self.gradients = Rounds(1, versions=[0], kind="gradient")
+        self.guard = Guard(job.outer.norm_limit)
         self.phase: Phase = phase
         self.warmup_sequences = warmup_sequences(job, setup.total_sequences, len(setup.islands))
         """Positions that the synchronous phase trains on."""
@@ -121,17 +130,16 @@ class Board:
         self.durable = committed
         """Positions committed by durable records; the ledger may be ahead by the open stretch."""
         self.parts: dict[str, dict[int, Part]] = {}
-        self.packets: dict[str, deque[Packet]] = {
-            "version": deque(maxlen=PACKETS_KEPT),
-            "gradient": deque(maxlen=PACKETS_KEPT),
-        }
+        self.packets: dict[tuple[str, int], deque[Packet]] = defaultdict(lambda: deque(maxlen=PACKETS_KEPT))
+        """By kind and fragment, the newest last."""
         self.beats: dict[str, Beat] = {}
         self.workers: dict[str, int] = {}
         self.joined: set[str] = set()
         self.basis = self._basis_now()
         """Of the newest version: the same for all who hold it, whenever they came to it."""
-        self.claims: dict[str, bool] = {}
-        """Whether an island that has just joined goes on from the progress of its own checkpoint."""
+        self.claims: dict[str, tuple[int, ...] | None] = {}
+        """Islands that have just joined. Those that go on from the progress of their own checkpoint: which
+        fragments took in what was under way; None for the others."""
         self.waiting: set[str] = set()
         """Joined islands that are not admitted yet."""
         self.stopped: set[str] = set()
@@ -146,8 +154,13 @@ class Board:
 
     @property
     def version(self) -> int:
-        """Newest durable version."""
-        return self.rounds.versions[0]
+        """The durable version that every fragment has reached."""
+        return min(self.rounds.versions)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Newest durable version of each fragment."""
+        return tuple(self.rounds.versions)
 
     @property
     def gradient_step(self) -> int:
@@ -168,18 +181,38 @@ class Board:
         """
         return sorted({*self.membership.live, *self.stopped})
 
-    def claim(self, hello: Hello, generation: int) -> None:
+    @property
+    def sharers(self) -> list[str]:
+        """Islands among which the data is dealt: the members that are not quarantined."""
+        return [name for name in self.membership.members if not self.guard.is_quarantined(name)]
+
+    @property
+    def admissible(self) -> list[str]:
+        """Waiting islands that may take part; a quarantined one only to hear that the run is over."""
+        return sorted(n for n in self.waiting if self.finished or not self.guard.is_quarantined(n))
+
+    def claim(self, hello: Hello, generation: int, turns: Sequence[Mapping[str, tuple[int, int]]]) -> None:
         """Lease again what the checkpoint of an island that joins has in hand, as far as that is free.
 
-        The trained part counts only at the version it was trained from, and all of it or nothing. The
-        rest stays the island's even if the version has moved on, so that a run that was stopped and
-        continued deals its data as if nothing had happened.
+        The trained part counts only at the versions it was trained from, and all of it or nothing; a
+        fragment may be one version ahead if `turns`, the contributions in each fragment's newest version,
+        hold the one that the checkpoint had under way. The rest stays the island's even if the versions
+        have moved on, so that a run that was stopped and continued deals its data as if nothing had
+        happened.
         """
         name, ledger = hello.island, self.ledger
-        current = self.phase == "outer" and hello.base_version == self.version
-        claimed = current and ledger.claim(name, generation, hello.held)
+        merged = merged_meanwhile(hello, self.versions, turns) if self.phase == "outer" else None
+        claimed = False
+        if merged is not None:
+            pending = [
+                ranges - hello.sent[fragment].ranges if fragment in merged else ranges
+                for fragment, ranges in enumerate(hello.pending)
+            ]
+            held = RangeSet(pair for ranges in pending for pair in ranges)
+            claimed = ledger.claim(name, generation, held, pending)
         ledger.claim(name, generation, hello.rest & ledger.free)
-        self.claims[name] = claimed and bool(ledger.held(name, generation))
+        in_hand = bool(ledger.held(name, generation) or hello.sent)
+        self.claims[name] = merged if claimed and in_hand else None
 
     def phase_for(self, committed: int) -> Phase:
         """The phase that follows when this many positions are committed; a whole synchronous run has one."""
@@ -192,7 +225,7 @@ class Board:
 
     def _basis_now(self) -> Basis:
         job = self.setup.job
-        members, generations = self.membership.members, self.membership.generations
+        members, generations = self.sharers, self.membership.generations
         busy = [
             name
             for name in members
@@ -226,14 +259,47 @@ class Board:
     def roll_back(self) -> int:
         """Nobody is left in a stretch: back to the last anchor; returns the steps that are redone."""
         lost, before = self.gradient_step - self.anchor_step, self.ledger
-        self.ledger = Ledger(self.setup.total_sequences, self.setup.block_sequences, 1, self.durable)
+        total, block = self.setup.total_sequences, self.setup.block_sequences
+        self.ledger = Ledger(total, block, self.fragments, self.durable)
         self.ledger.replayed_sequences = before.replayed_sequences
         for (island, generation), ranges in before.leased.items():  # of those that wait to be let in
             self.ledger.claim(island, generation, ranges)
         # Numbers of gradients go on: whoever holds one of the steps that are redone never mixes them up.
-        self.gradients = Rounds(1, "tokens", [self.gradient_step], kind="gradient")
+        self.gradients = Rounds(1, versions=[self.gradient_step], kind="gradient")
         self.anchor_step = self.gradient_step
         self.stretch, self.anchor = Stretch(), None
-        self.packets["gradient"].clear()
+        self.packets["gradient", 0].clear()
         self.parts.clear()
         return lost
+
+
+def rules_of(job: Job) -> Rules:
+    """The rules of the outer rounds, from a resolved job."""
+    outer = job.outer
+    return Rules(
+        weights=outer.weights,
+        quorum=outer.quorum if isinstance(outer.quorum, int) else None,
+        grace_s=known(outer.grace_s),
+        staleness_discount=outer.staleness_discount,
+        max_staleness=known(outer.max_staleness),
+        partial=outer.partial,
+    )
+
+
+def merged_meanwhile(
+    hello: Hello, versions: Sequence[int], turns: Sequence[Mapping[str, tuple[int, int]]]
+) -> tuple[int, ...] | None:
+    """Fragments that took in what the island's checkpoint had under way; None if it is of other versions."""
+    if len(hello.bases) != len(versions):
+        return None
+    merged = []
+    for fragment, (base, version) in enumerate(zip(hello.bases, versions, strict=True)):
+        if base == version:
+            continue
+        sent = hello.sent.get(fragment)
+        if sent is None or base + 1 != version:
+            return None
+        if turns[fragment].get(hello.island) != (sent.generation, sent.seq):
+            return None
+        merged.append(fragment)
+    return tuple(merged)

@@ -297,7 +297,7 @@ def _result(attempt: Attempt, over: Over) -> Result:
         final_val_loss=final.get("loss"),
         final_val_nats_per_byte=final.get("nats_per_byte"),
         validation_bytes=prepared.info.validation.bytes if prepared else 0,
-        versions=[view.version if view else prepared.version if prepared else 0],
+        versions=list(view.versions if view else prepared.versions if prepared else (0,)),
         digest=view.digest if view else prepared.digest if prepared else "",
         hours=counters.get("wall_s", 0.0) / 3600.0,
         cost=counters.get("cost", 0.0),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -12,14 +13,20 @@ from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Entry, Hello, Member
 from elastic.runtime.island_rank import IslandRank
 from elastic.runtime.island_store import Saved
-from elastic.runtime.phases import OuterPhase, SynchronousPhase
+from elastic.runtime.outer_phase import OuterPhase
+from elastic.runtime.synchronous_phase import SynchronousPhase
 
 POLL_S = 1.0
 
 
-def parameter_fingerprint(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Hash of names and full shapes; equal on all islands of a run."""
-    text = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in sorted(parameters.items()))
+def parameter_fingerprint(
+    shapes: Mapping[str, Sequence[int]], fragments: Iterable[Sequence[str]] = ()
+) -> str:
+    """Hash of names, full shapes and the fragments they belong to; equal on all islands of a run."""
+    text = ";".join(f"{name}:{tuple(shape)}" for name, shape in sorted(shapes.items()))
+    parts = [",".join(sorted(names)) for names in fragments]
+    if len(parts) > 1:
+        text += "|" + "|".join(parts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -34,10 +41,11 @@ def enter(rank: IslandRank) -> bool:
         workers=rank.group.world_size,
         device=rank.device,
         versions=dict(rank.versions),
-        parameters=parameter_fingerprint(rank.parameters),
+        parameters=parameter_fingerprint(rank.inner.shapes, rank.fragments),
         step=saved.step if saved else rank.step,
-        base_version=saved.version if saved else -1,
-        held=saved.held if saved else RangeSet(),
+        bases=tuple(saved.progress.versions) if saved else (),
+        pending=saved.progress.pending if saved else (),
+        sent=saved.progress.sent if saved else {},
         rest=saved.rest if saved else RangeSet(),
     )
     if rank.member is None:
@@ -75,7 +83,7 @@ def _take_over(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
     digest = rank.digest_of(base)
     if digest != entry.digest:
         raise RuntimeError(
-            f"island {rank.name} received version {entry.version} with digest {digest}, "
+            f"island {rank.name} received versions {list(entry.versions)} with digest {digest}, "
             f"the synchronizer published {entry.digest}: the transfer is damaged"
         )
     resumed = saved if entry.claimed else None
@@ -87,20 +95,23 @@ def _take_over(rank: IslandRank, entry: Entry, saved: Saved | None) -> None:
     rank.step = saved.step if saved else rank.step
     rank.feed.clear()
     rank.feed.rest = entry.leased
-    rank.loss_sum, rank.tokens, steps_since = 0.0, 0, 0
-    if resumed:
-        rank.feed.held = resumed.held
-        rank.loss_sum, rank.tokens, steps_since = resumed.loss_sum, resumed.tokens, resumed.steps_since
     if entry.phase == "synchronous":
-        rank.phase = SynchronousPhase(rank, entry.version, entry.gradient_step)
+        rank.phase = SynchronousPhase(rank, min(entry.versions), entry.gradient_step)
+    elif resumed:
+        progress = resumed.progress
+        rank.feed.held = [ranges - progress.missed for ranges in progress.held]
+        if progress.basis is not None:  # until the next version: what has been counted stays as it was
+            counted = progress.basis.committed_tokens
+            rank.basis = dataclasses.replace(entry.basis, committed_tokens=counted)
+        rank.phase = OuterPhase.resume(rank, entry, base, resumed)
     else:
-        rank.phase = OuterPhase(rank, entry.version, base, steps_since)
+        rank.phase = OuterPhase.begin(rank, base, entry.versions, entry.last_fragment)
     rank.emit(
         "island_joined",
         {
             "workers": rank.group.world_size,
             "device": rank.device,
-            "version": entry.version,
+            "version": min(entry.versions),
             "digest": digest,
             "resumed_step": rank.step,
         },

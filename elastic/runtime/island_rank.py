@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,13 +21,14 @@ from elastic.runtime.heart import Heart
 from elastic.runtime.island_store import IslandStore, Saved
 from elastic.training.corpus import Corpus
 from elastic.training.digest import finish_digest, partial_digest
+from elastic.training.fragments import fragments_of
 from elastic.training.group import Group
 from elastic.training.inner import Inner
 from elastic.training.order import Order
 from elastic.training.shard import local_of, parameters_of, rows_of, spoken_rows
 
 if TYPE_CHECKING:
-    from elastic.runtime.phases import Phase
+    from elastic.runtime.phase import Phase
 
 
 T = TypeVar("T")
@@ -62,15 +63,13 @@ class IslandRank:
     basis: Basis | None = None
     step: int = 0
     """Inner steps of this island since the run began."""
-    loss_sum: float = 0.0
-    """Training loss summed over `tokens`, since the last adopted version; this rank's share."""
-    tokens: int = 0
-    """Tokens of the whole island since the last adopted version."""
     refusals: int = 0
     """Contributions refused since the last adopted version."""
     stall_s: float = 0.0
     """Seconds the inner loop stood still for the other islands."""
     beat: Beat = Beat(0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, "starting")
+    step_s: float = 0.0
+    """Seconds of an inner step, lately."""
     rate_window: tuple[float, int] = (0.0, 0)
     """When the present measurement of tokens/s began, and its tokens so far."""
     saved: Saved | None = None
@@ -79,12 +78,16 @@ class IslandRank:
     heart: Heart = field(init=False)
 
     def __post_init__(self) -> None:
-        self.feed = Feed(self.job.inner.batch_sequences)
+        self.fragments = fragments_of(self.inner.model, self.job.outer)
+        self.feed = Feed(self.job.inner.batch_sequences, len(self.fragments))
         self.order = Order(len(self.corpus.train), self.job.seed)
         self.parameters = parameters_of(self.inner.model)
         self.heart = Heart(self.link, lambda: self.member, lambda: self.beat)
-        # Encoding and sending have a thread of their own: with overlap the inner loop goes on meanwhile.
+        # Encoding and sending, receiving and decoding have threads of their own: the inner loop goes on
+        # meanwhile. A wait for one fragment must never hold up another, or islands could wait in a ring.
         self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-send")
+        receivers = len(self.fragments)
+        self.receiver = ThreadPoolExecutor(max_workers=receivers, thread_name_prefix="elastic-receive")
         self._phase: Phase | None = None
 
     @property
@@ -99,6 +102,8 @@ class IslandRank:
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
+        if self._phase is not None:
+            self._phase.abandon()
         self._phase = phase
 
     @property
@@ -117,12 +122,16 @@ class IslandRank:
         spoken = {name: spoken_rows(self.parameters[name], self.group.rank) for name in tensors}
         return {name: (spoken[name][0], rows) for name, rows in tensors.items() if spoken[name] != (0, 0)}
 
-    def own_rows(self, wire: Wire, prefix: str = "") -> dict[str, torch.Tensor]:
+    def own_rows(
+        self, wire: Wire, prefix: str = "", names: Iterable[str] | None = None
+    ) -> dict[str, torch.Tensor]:
         """This rank's rows of the whole tensors `prefix + name` of a wire, fp32, on its device."""
-        return {
-            name: unpack_rows(wire, prefix + name, *rows_of(parameter)).to(local_of(parameter).device)
-            for name, parameter in self.parameters.items()
-        }
+        rows = {}
+        for name in self.parameters if names is None else names:
+            parameter = self.parameters[name]
+            own = unpack_rows(wire, prefix + name, tuple(parameter.shape), *rows_of(parameter))
+            rows[name] = own.to(local_of(parameter).device)
+        return rows
 
     def digest_of(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Digest of the whole tensors of which the ranks hold rows. All ranks must call it."""
@@ -170,6 +179,13 @@ class IslandRank:
         return self.heart.stop_asked and (not self.has_entered or self.phase.may_stop())
 
     # --------------------------------------------------------------------------------- progress
+
+    def end(self) -> None:
+        """Let go of threads; what is under way is given up."""
+        if self._phase is not None:
+            self._phase.abandon()
+        self.sender.shutdown(wait=False)
+        self.receiver.shutdown(wait=False)
 
     def lr(self) -> float:
         """Learning rate of the next inner step (DESIGN section 4, "Learning rate")."""

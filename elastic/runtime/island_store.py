@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from elastic.base.events import EventSink
 from elastic.base.ranges import RangeSet
-from elastic.state.checkpoint import Rows, find_island, load_island, retire_islands, save_island
+from elastic.runtime.progress import Progress
+from elastic.state.checkpoint import Rows, find_island, load_island, read_meta, retire_islands, save_island
 from elastic.state.layout import island_folder
 from elastic.state.storage import Storage
 from elastic.training.group import Group
 from elastic.training.shard import rows_of, spoken_rows
 
 SAVES_PER_GENERATION = 1_000_000
-_NUMBERS = ("version", "step", "steps_since", "loss_sum", "tokens", "adam_steps")
+_NUMBERS = ("step", "adam_steps")
 
 
 @dataclass
@@ -27,19 +28,16 @@ class Saved:
     Tensors are this rank's rows; everything else is the whole island's.
     """
 
-    version: int
-    """Outer version that the local parameters started from."""
     step: int
-    steps_since: int
-    held: RangeSet
-    """Positions trained since that version and not merged."""
     rest: RangeSet
     """Positions leased and not trained."""
-    loss_sum: float
-    tokens: int
     adam_steps: int
     parameters: dict[str, torch.Tensor]
     moments: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    progress: Progress
+    """Where it stands towards the other islands."""
+    snapshots: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Values at the snapshots of the contributions under way."""
 
 
 class IslandStore:
@@ -72,10 +70,14 @@ class IslandStore:
             if (start, stop) == (0, 0):
                 continue
             tensors = (saved.parameters[name], *saved.moments[name])
-            for kind, local in zip(("local", "exp_avg", "exp_avg_sq"), tensors, strict=True):
+            kinds = dict(zip(("local", "exp_avg", "exp_avg_sq"), tensors, strict=True))
+            if name in saved.snapshots:
+                kinds["snapshot"] = saved.snapshots[name]
+            for kind, local in kinds.items():
                 rows[f"{kind}/{name}"] = Rows(start, local, tuple(parameter.shape))
         meta: dict[str, Any] = {name: getattr(saved, name) for name in _NUMBERS}
-        meta |= {"held": saved.held.to_json(), "rest": saved.rest.to_json()}
+        meta |= {"rest": saved.rest.to_json(), "progress": saved.progress.to_json()}
+        meta["snapshots"] = sorted(saved.snapshots)
         name = save_island(
             self._storage,
             self._prefix,
@@ -105,16 +107,22 @@ class IslandStore:
         name = self._group.share(newest)
         if not name:
             return None
+        meta = read_meta(self._storage, name)
+        places = {
+            key: (*rows_of(parameter), tuple(parameter.shape)) for key, parameter in self._parameters.items()
+        }
         placement = {
-            f"{kind}/{key}": (*rows_of(parameter), tuple(parameter.shape))
-            for key, parameter in self._parameters.items()
+            f"{kind}/{key}": place
+            for key, place in places.items()
             for kind in ("local", "exp_avg", "exp_avg_sq")
         }
+        placement |= {f"snapshot/{key}": places[key] for key in meta["snapshots"]}
         loaded = load_island(self._storage, name, placement)
         return Saved(
             **{key: loaded.meta[key] for key in _NUMBERS},
-            held=RangeSet.from_json(loaded.meta["held"]),
             rest=RangeSet.from_json(loaded.meta["rest"]),
+            progress=Progress.from_json(loaded.meta["progress"]),
+            snapshots={key: loaded.tensors[f"snapshot/{key}"] for key in meta["snapshots"]},
             parameters={key: loaded.tensors[f"local/{key}"] for key in self._parameters},
             moments={
                 key: (loaded.tensors[f"exp_avg/{key}"], loaded.tensors[f"exp_avg_sq/{key}"])

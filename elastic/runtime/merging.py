@@ -16,16 +16,21 @@ import torch
 from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Judgement, Member, Packet, Part
-from elastic.exchange.wire import Wire, pack_encoded, unpack
+from elastic.exchange.wire import Wire, pack_encoded, to_encoded, unpack
 from elastic.policy.evaluation import EvaluationQueue
 from elastic.policy.rounds import Merge
 from elastic.runtime.board import Anchor, Board, Stretch
 from elastic.runtime.recorder import Recorder
 from elastic.state.outer_store import OuterStore
+from elastic.state.replay import turns_of
+from elastic.training.assemble import assemble
 from elastic.training.digest import LANES, digest, finish_digest
-from elastic.training.outer import assemble, delta_norm, merge
+from elastic.training.merge import Encoded, MergeKind, merge
+from elastic.training.outer import delta_norm
 
 Job = Callable[[], None]
+ALL_FRAGMENTS = -1
+"""In an event: the version is that of every fragment, its digest that of all parameters."""
 EVALUATION_CHUNK = 64
 """Held-out sequences that an island judges at a time at the end."""
 
@@ -44,7 +49,8 @@ class Merging:
         self._board, self._store, self._recorder = board, store, recorder
         self._lock, self._clock = lock, clock
         self._judgements: deque[tuple[Member, Judgement]] = deque()
-        self._shapes = {name: tuple(value.shape) for name, value in store.state.theta.items()}
+        self._shapes = store.shapes
+        self._embeddings = frozenset(name for name in self._shapes if "embed" in name)
         self.busy = False
         self._finish_if_complete()
 
@@ -58,7 +64,7 @@ class Merging:
             member, judgement = self._judgements.popleft()
             job = self._validation(member, judgement)
         elif board.phase == "outer":
-            if (due := board.rounds.close(0, board.quorum)) is not None:
+            if (due := self._due_fragment()) is not None:
                 job = self._delta(due, *self._take(due))
         elif board.anchor is not None:
             if board.anchor.is_complete(live):
@@ -67,6 +73,16 @@ class Merging:
             job = self._gradient(due, *self._take(due))
         self.busy = job is not None
         return job
+
+    def _due_fragment(self) -> Merge | None:
+        """The first fragment whose round closes now, beginning after the one that came last."""
+        board, count = self._board, self._board.fragments
+        for offset in range(count):
+            fragment = (self._store.last_fragment + 1 + offset) % count
+            due = board.rounds.close(fragment, board.quorum, self._clock())
+            if due is not None:
+                return due
+        return None
 
     def judged(self, member: Member, judgement: Judgement) -> None:
         """A result came in. The caller holds the lock."""
@@ -87,30 +103,45 @@ class Merging:
         board = self._board
         committed = RangeSet()
         for header in due.contributions:
-            committed = committed | board.ledger.merge(header.island, header.generation, 0, header.ranges)
+            # A gradient goes into all fragments at once.
+            gradient = header.kind == "gradient"
+            for fragment in range(board.fragments) if gradient else [due.fragment]:
+                ranges = board.ledger.merge(header.island, header.generation, fragment, header.ranges)
+                committed = committed | ranges
+            if board.membership.fence(header.island, header.generation) is not None:
+                # Its incarnation is over: what no open round will take in goes back to the queue.
+                keep = board.rounds.pending_ranges(header.island)
+                board.ledger.release(header.island, header.generation, keep=keep)
         for dropped in due.dropped:
             board.parts.pop(dropped, None)
         return [board.parts.pop(header.id) for header in due.contributions], committed
 
     # ----------------------------------------------------------------------------------- doing
 
-    def _mean(self, due: Merge, parts: list[dict[int, Part]]) -> dict[str, torch.Tensor] | None:
-        """The weighted mean of the contributions; None if nobody trained."""
+    def _mean(
+        self, due: Merge, parts: list[dict[int, Part]], shapes: Mapping[str, tuple[int, ...]], kind: MergeKind
+    ) -> dict[str, torch.Tensor] | None:
+        """The contributions as one delta or gradient; None if nobody trained."""
         if not due.moves:
             return None
         used = [(part, weight) for part, weight in zip(parts, due.weights, strict=True) if weight > 0]
-        whole = [
-            assemble([unpack(known(ranks[rank].rows)) for rank in sorted(ranks)], self._shapes)
-            for ranks, _ in used
-        ]
-        return merge(whole, [weight for _, weight in used])
+        return merge(
+            [encoded_of(ranks) for ranks, _ in used],
+            [weight for _, weight in used],
+            shapes,
+            kind,
+            self._embeddings,
+        )
 
     def _delta(self, due: Merge, parts: list[dict[int, Part]], committed: RangeSet) -> Job:
         def work() -> None:
             board, store, began = self._board, self._store, self._clock()
-            merged = self._mean(due, parts)
-            codec = board.setup.job.outer.codec_down
-            packet = store.commit_outer(due.version, contributions_of(due), committed, merged, due.scale)
+            outer, fragment = board.setup.job.outer, due.fragment
+            codec = known(outer.codec_down)
+            shapes = {name: self._shapes[name] for name in store.states[fragment].theta}
+            merged = self._mean(due, parts, shapes, outer.merge)
+            entries = contributions_of(due)
+            packet = store.commit_outer(fragment, due.version, entries, committed, merged, due.scale)
             losses = {
                 header.island: sum(part.loss_sum for part in ranks.values()) / max(header.tokens, 1)
                 for header, ranks in zip(due.contributions, parts, strict=True)
@@ -118,8 +149,14 @@ class Merging:
             size = delta_norm(merged) if merged is not None else 0.0
             with self._lock:
                 base = -1 if codec == "fp32" else due.version - 1
-                self._publish(due.version, base, pack_encoded(packet, codec), losses)
-                self._tell(due.version, "outer", losses, due.tokens, size, self._clock() - began)
+                wire = pack_encoded(packet, codec)
+                self._let_in()
+                self._publish(
+                    fragment, due.version, base, wire, store.digests[fragment], losses, turns_of(entries)
+                )
+                self._published()
+                standing = self._standing(fragment, due.version)
+                self._tell(standing, "outer", losses, due.tokens, size, self._clock() - began)
 
         return work
 
@@ -133,7 +170,7 @@ class Merging:
             board.anchor = Anchor([header.island for header in due.contributions])
 
         def work() -> None:
-            merged = self._mean(due, parts)
+            merged = self._mean(due, parts, self._shapes, "mean")
             if merged is None:
                 merged = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
             tensors, size = pack_encoded(merged, "fp32"), delta_norm(merged)
@@ -149,7 +186,7 @@ class Merging:
                     anchor=flagged,
                     phase="synchronous",
                 )
-                board.packets["gradient"].append(packet)
+                board.packets["gradient", 0].append(packet)
                 self.busy = False
                 self._lock.notify_all()
 
@@ -164,7 +201,7 @@ class Merging:
             or board.phase_for(committed) == "outer"
             or board.ledger.done
             or bool(board.stopping)
-            or bool(board.waiting)
+            or bool(board.admissible)
         )
 
     def _anchor(self, anchor: Anchor, stretch: Stretch) -> Job:
@@ -177,10 +214,10 @@ class Merging:
 
         def work() -> None:
             store, began = self._store, self._clock()
-            rows = [unpack(known(parts[rank].rows)) for rank in sorted(parts)]
             shapes = dict(self._shapes)
             for moment in ("exp_avg", "exp_avg_sq"):
                 shapes |= {f"{moment}/{name}": shape for name, shape in self._shapes.items()}
+            rows = [unpack(known(parts[rank].rows), shapes) for rank in sorted(parts)]
             whole = assemble(rows, shapes)
             parameters = {name: whole.pop(name) for name in self._shapes}
             committed = RangeSet()
@@ -197,13 +234,18 @@ class Merging:
                         why = f"its {what} at version {version} are not those of island {donor}"
                         board.membership.fail(name, board.membership.generations[name], why)
                 board.anchor, board.stretch, board.anchor_step = None, Stretch(), board.gradient_step
-                board.rounds.advance(0, version)
+                for fragment in range(board.fragments):
+                    board.rounds.advance(fragment, version)
                 changed = phase != board.phase
                 board.phase = phase
                 losses = {n: stretch.losses[n] / max(stretch.tokens[n], 1) for n in sorted(stretch.losses)}
-                self._publish(version, version - 1, Wire("fp32", {}), losses)
+                self._let_in()
+                for fragment in range(board.fragments):
+                    self._publish(fragment, version, version - 1, Wire("fp32", {}), store.digest, losses, {})
+                self._published()
                 tokens = sum(stretch.tokens.values())
-                self._tell(version, "synchronous", losses, tokens, 0.0, self._clock() - began)
+                standing = self._standing(ALL_FRAGMENTS, version)
+                self._tell(standing, "synchronous", losses, tokens, 0.0, self._clock() - began)
                 if changed:
                     fields = {"phase": phase, "version": version, "digest": store.digest}
                     self._recorder.emit("phase_changed", {**fields, "islands": sorted(digests)})
@@ -232,26 +274,43 @@ class Merging:
 
     # ------------------------------------------------------------------------------ publishing
 
-    def _publish(self, version: int, base_version: int, tensors: Wire, contributors: Iterable[str]) -> None:
-        """Make a durable version visible, and let waiting islands in. The caller holds the lock."""
+    def _let_in(self) -> None:
+        """A version boundary: waiting islands take part from here on. The caller holds the lock."""
+        for name in self._board.admissible:
+            self._board.let_in(name)
+        self._board.refresh_basis()
+
+    def _publish(
+        self,
+        fragment: int,
+        version: int,
+        base_version: int,
+        tensors: Wire,
+        digest: str,
+        contributors: Iterable[str],
+        merged: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """Make a durable version of a fragment visible. The caller holds the lock."""
         board, store = self._board, self._store
         board.durable = store.committed
-        board.merged_version |= dict.fromkeys(contributors, version)
-        store.counters["replayed_sequences"] = board.ledger.replayed_sequences
-        for name in sorted(board.waiting):
-            board.let_in(name)
-        board.refresh_basis()
+        board.merged_version |= dict.fromkeys(contributors, int(store.counters["outer_steps"]) + version)
+        last = fragment == board.fragments - 1
         packet = Packet(
             number=version,
-            fragment=0,
+            fragment=fragment,
             base_version=base_version,
             tensors=tensors,
-            digest=store.digest,
+            digest=digest,
             basis=board.basis,
             phase=board.phase,
-            evaluate=self._judge_of(version),
+            evaluate=self._judge_of(version) if last else "",
+            merged=merged,
         )
-        board.packets["version"].append(packet)
+        board.packets["version", fragment].append(packet)
+
+    def _published(self) -> None:
+        """All of a job's versions are visible. The caller holds the lock."""
+        self._store.counters["replayed_sequences"] = self._board.ledger.replayed_sequences
         self._finish_if_complete()
         self.busy = False
         self._lock.notify_all()
@@ -276,30 +335,46 @@ class Merging:
             board.evaluation = EvaluationQueue(board.version, held_out, EVALUATION_CHUNK)
 
     def _tell(
-        self, version: int, phase: str, losses: dict[str, float], tokens: int, size: float, merge_s: float
+        self,
+        standing: dict[str, Any],
+        phase: str,
+        losses: dict[str, float],
+        tokens: int,
+        size: float,
+        merge_s: float,
     ) -> None:
         fields = {"phase": phase, "islands": sorted(losses), "tokens": tokens, "merge_s": round(merge_s, 4)}
         fields |= {"losses": {name: round(loss, 6) for name, loss in losses.items()}}
-        self._recorder.emit("outer_step", {**self._standing(version), **fields, "delta_norm": round(size, 6)})
+        self._recorder.emit("outer_step", {**standing, **fields, "delta_norm": round(size, 6)})
 
     def show_standing(self) -> None:
         """Where a continued run stands, for views that begin with this attempt; it is no new fact."""
         fields = {"phase": self._board.phase, "islands": [], "losses": {}, "tokens": 0}
         fields |= {"delta_norm": 0.0, "merge_s": 0.0}
-        self._recorder.show("outer_step", {**self._standing(self._store.version), **fields})
+        standing = self._standing(ALL_FRAGMENTS, self._store.version)
+        self._recorder.show("outer_step", {**standing, **fields})
 
-    def _standing(self, version: int) -> dict[str, Any]:
+    def _standing(self, fragment: int, version: int) -> dict[str, Any]:
         store = self._store
         return {
             "version": version,
-            "fragment": 0,
-            "digest": store.digest,
+            "fragment": fragment,
+            "digest": store.digest if fragment == ALL_FRAGMENTS else store.digests[fragment],
             "committed_sequences": len(store.committed),
             "total_sequences": self._board.setup.total_sequences,
             "committed_tokens": int(store.counters["committed_tokens"]),
             "bytes_up": int(store.counters["bytes_up"]),
             "bytes_down": int(store.counters["bytes_down"]),
         }
+
+
+def encoded_of(ranks: Mapping[int, Part]) -> Encoded:
+    """A contribution as its ranks sent it: their rows, still encoded."""
+    wires = [known(ranks[rank].rows) for rank in sorted(ranks)]
+    parts = [
+        {name: (start, to_encoded(array)) for name, (start, array) in wire.arrays.items()} for wire in wires
+    ]
+    return Encoded(wires[0].codec, parts)
 
 
 def contributions_of(due: Merge) -> list[dict[str, Any]]:

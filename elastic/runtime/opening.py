@@ -10,7 +10,7 @@ from elastic.policy.plan import warmup_sequences
 from elastic.runtime.board import RunSetup
 from elastic.runtime.entering import parameter_fingerprint
 from elastic.runtime.synchronizer import Synchronizer
-from elastic.state.initial import initial_parameters
+from elastic.state.initial import initial_fragments
 from elastic.state.outer_store import OuterStore
 from elastic.state.records import load_records
 from elastic.state.storage import Storage
@@ -31,9 +31,9 @@ def open_synchronizer(
         setup.run,
         setup.epoch,
         load_records(storage),
-        lambda: initial_parameters(setup.job, setup.vocab_size),
+        lambda: initial_fragments(setup.job, setup.vocab_size),
         {"total_sequences": total, "block_sequences": setup.block_sequences},
         fell_back,
         phase="synchronous" if warmup_sequences(setup.job, total, len(setup.islands)) else "outer",
     )
-    return Synchronizer(setup, store, parameter_fingerprint(store.state.theta), events, clock)
+    return Synchronizer(setup, store, parameter_fingerprint(store.shapes, store.names), events, clock)

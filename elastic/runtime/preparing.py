@@ -45,7 +45,8 @@ class Prepared:
     committed: int
     islands: int
     """That have contributed so far."""
-    version: int
+    versions: tuple[int, ...]
+    """Of each fragment."""
     counters: Mapping[str, float]
     validation: Mapping[str, Any]
     digest: str
@@ -115,16 +116,16 @@ def prepare_run(
     total = total_sequences(value, info.train.sequences)
     committed = committed_by(lineage.records)
     body = lineage.last.body if lineage.last else {}
-    judged = [v for v in body.get("validation", []) if v["final"] and v["version"] == body["versions"][0]]
+    judged = [v for v in body.get("validation", []) if v["final"] and v["version"] == min(body["versions"])]
     complete = len(committed) >= total and bool(judged)
     if not complete:
         _check_budget(committed, total, value)
-    left = body.get("phase") == "outer" and body["versions"][0] > 0
+    left = body.get("phase") == "outer" and min(body["versions"]) > 0
     if value.outer.preset == "synchronous" and left and not complete:
         raise RunFolderError(
             "a run that has left the synchronous phase cannot go back to it: its islands' moments differ",
             where="outer.preset",
-            saw=f"version {body['versions'][0]} of an outer phase",
+            saw=f"version {min(body['versions'])} of an outer phase",
             fix="keep the preset, or begin a new run with init_from",
         )
     events.emit(
@@ -149,7 +150,7 @@ def prepare_run(
         block_sequences=_block(lineage, value),
         committed=len(committed),
         islands=len(body.get("generations", {})),
-        version=body.get("versions", [0])[0],
+        versions=tuple(body.get("versions", [0])),
         counters=body.get("counters", {}),
         validation=judged[-1] if judged else {},
         digest=next((r.body["digest"] for r in reversed(lineage.records) if "digest" in r.body), ""),

@@ -23,7 +23,7 @@ BEAT_EVERY_S = 3.0
 TAKEOVER_S = 30.0
 """A driver on another host is taken for dead when its counter stands still for this long."""
 
-FROZEN = ("model", "data", "seed", "inner.batch_sequences")
+FROZEN = ("model", "data", "seed", "inner.batch_sequences", "outer.fragments", "outer.fragment_pattern")
 """What makes a run this run; everything else may change when it is continued."""
 FREE = ("data.cache_folder",)
 
@@ -134,7 +134,7 @@ def refuse_other_job(storage: Storage, job: Job) -> None:
 
 def _other_run(storage: Storage, differences: list[str]) -> RunFolderError:
     return RunFolderError(
-        "the run folder holds a run with another model, data, seed or batch",
+        "the run folder holds a run with another model, data, seed, batch or fragments",
         where=storage.url,
         saw="; ".join(differences),
         fix="give these values back, or begin a new run: run_folder=NEW (init_from=OLD keeps its weights)",

@@ -9,12 +9,14 @@ call it directly.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic.base.errors import ConfigError, StorageError
+from elastic.base.errors import StorageError
 from elastic.base.events import EventSink
 from elastic.base.known import known
 from elastic.exchange.link import (
@@ -35,9 +37,9 @@ from elastic.exchange.link import (
 from elastic.exchange.wire import pack_encoded
 from elastic.policy.rounds import Contribution
 from elastic.runtime.board import Board, RunSetup
+from elastic.runtime.handshake import check_hello, entry_of, header_of
 from elastic.runtime.merging import Merging
 from elastic.runtime.recorder import Recorder
-from elastic.runtime.versions import version_differences
 from elastic.state.outer_store import OuterStore
 
 TICK_S = 0.25
@@ -57,7 +59,7 @@ class Synchronizer:
         """`parameters`: fingerprint of the trainable parameters' names and shapes."""
         self.setup, self.store, self._parameters, self._clock = setup, store, parameters, clock
         self._lock = threading.Condition()
-        board = Board(setup, store.version, "outer", store.committed, store.generations)
+        board = Board(setup, store.versions, "outer", store.committed, store.generations)
         board.phase = (
             store.phase
             if store.phase == "outer" and store.version
@@ -81,7 +83,7 @@ class Synchronizer:
 
     def join(self, hello: Hello) -> int:
         """Begin an incarnation of an island; older ones are fenced from here on."""
-        self._check_hello(hello)
+        check_hello(hello, self.setup.islands, self._parameters, self.recorder.versions)
         with self._lock:
             board, name = self.board, hello.island
             self._note_losses()  # of the incarnation before, if it was given up a moment ago
@@ -95,7 +97,7 @@ class Synchronizer:
             board.joined.add(name)
             board.waiting.add(name)
             board.workers[name] = hello.workers
-            board.claim(hello, generation)
+            board.claim(hello, generation, self.store.merged_turns)
             self.store.generations[name] = generation
             self._lock.notify_all()
             return generation
@@ -117,7 +119,7 @@ class Synchronizer:
                     return None
                 self._lock.wait(min(left, TICK_S))
 
-    def lease(self, member: Member, base_version: int) -> Work:
+    def lease(self, member: Member, versions: tuple[int, ...]) -> Work:
         """What the island does next."""
         with self._lock:
             self._fence(member)
@@ -130,11 +132,11 @@ class Synchronizer:
             if board.evaluation is not None:
                 if board.evaluation.finished:
                     return Work("wait")  # until the result is durable
-                if base_version != board.version:
+                if versions != board.versions:
                     return Work("enter")
                 chunk = board.evaluation.take(name, generation)
                 return Work("evaluate", *chunk) if chunk else Work("wait")
-            members = board.membership.members
+            members = board.sharers
             if board.membership.state(name) == "idle":
                 return Work("enter") if board.ledger.has_for(name, members) else Work("wait")
             granted = board.ledger.lease(name, generation, members)
@@ -158,12 +160,24 @@ class Synchronizer:
                 return self._offer_anchor(part)
             rounds = board.rounds if part.kind == "delta" else board.gradients
             header = header_of(part)
+            length = self._length(part, header)
             problem = "" if part.finite else "its values are not finite"
-            receipt = rounds.offer(header, part.member.rank, board.membership.live, problem)
+            if length is not None and not problem:
+                problem = board.guard.judge(header.fragment, length)
+            receipt = rounds.offer(
+                header,
+                part.member.rank,
+                board.membership.live,
+                problem,
+                now=self._clock(),
+                slack_s=part.slack_s,
+            )
             for dropped in receipt.dropped:
                 board.parts.pop(dropped, None)
             if receipt.status in ("accepted", "waiting-parts"):
                 board.parts.setdefault(header.id, {})[part.member.rank] = part
+            if receipt.status == "accepted" and length is not None:
+                board.guard.accepted(name, header.fragment, length)
             if receipt.status == "refused":
                 # It holds something the others do not: it waits for the next version and re-bases.
                 self.recorder.refused(part.member, header.id, receipt.reason)
@@ -171,8 +185,28 @@ class Synchronizer:
                 board.membership.leave(name, part.member.generation, idle=True)
                 board.waiting.add(name)
                 self.recorder.warn(f"{len(returned)} sequences of island {name} go back to the queue")
+                if problem:
+                    self._count_refusal(part.member, problem)
             self._lock.notify_all()
             return Receipt(receipt.status, receipt.reason)
+
+    def _length(self, part: Part, header: Contribution) -> float | None:
+        """Euclidean length of the contribution that this part completes; None while others are missing."""
+        others = self.board.parts.get(header.id, {})
+        if part.kind != "delta" or len(others) + 1 < header.parts or part.member.rank in others:
+            return None
+        return math.sqrt(part.square_norm + sum(other.square_norm for other in others.values()))
+
+    def _count_refusal(self, member: Member, problem: str) -> None:
+        """Its values were refused: after too many in a row the island takes part no longer."""
+        board, name = self.board, member.island
+        board.guard.refused(name)
+        if not board.guard.is_quarantined(name):
+            return
+        fields = {"island": name, "generation": member.generation, "reason": problem}
+        self.recorder.emit("quarantined", fields)
+        if all(board.guard.is_quarantined(island) for island in self.setup.islands):
+            self._fail(f"every island is quarantined; the last one, {name}: {problem}", storage=False)
 
     def _offer_anchor(self, part: Part) -> Receipt:
         board = self.board
@@ -190,10 +224,10 @@ class Synchronizer:
         with self._lock:
             while True:
                 self._fence(member)
-                for packet in self.board.packets[kind]:
-                    if packet.number >= number:
-                        self._count_bytes("down", packet.tensors.nbytes)
-                        return packet
+                packet = self._packet(kind, fragment, number)
+                if packet is not None:
+                    self._count_bytes("down", packet.tensors.nbytes)
+                    return packet
                 anchor = self.board.anchor
                 if (
                     kind == "version"
@@ -207,6 +241,16 @@ class Synchronizer:
                 if left <= 0:
                     return None
                 self._lock.wait(min(left, TICK_S))
+
+    def _packet(self, kind: str, fragment: int, number: int) -> Packet | None:
+        """The packet of this number, or the next later one there is."""
+        if kind != "whole":
+            return next((p for p in self.board.packets[kind, fragment] if p.number >= number), None)
+        kept = self.board.packets["version", fragment]
+        if not kept or kept[-1].number < number or self._merging.busy:
+            return None  # while a merge is made durable, what is published is ahead of the records
+        whole = pack_encoded(self.store.states[fragment].published, "fp32")
+        return dataclasses.replace(kept[-1], base_version=-1, tensors=whole)
 
     def beat(self, member: Member, beat: Beat) -> Command:
         """A sign of life."""
@@ -245,7 +289,8 @@ class Synchronizer:
             newest = known(store.log.last).body  # what is in memory may not be durable yet
             return Snapshot(
                 phase=board.phase,
-                version=newest["versions"][0],
+                version=min(newest["versions"]),
+                versions=tuple(newest["versions"]),
                 counters=dict(store.counters),
                 total_sequences=self.setup.total_sequences,
                 committed_sequences=len(board.durable),
@@ -303,7 +348,7 @@ class Synchronizer:
                 self._tick()
                 job = self._merging.next_job()
                 if job is None:
-                    self._lock.wait(self._tick_s)
+                    self._lock.wait(self._pause_s())
                     continue
             try:
                 job()
@@ -311,6 +356,11 @@ class Synchronizer:
                 self._fail(str(error), storage=True)
             except Exception as error:  # the controller ends the run with this reason
                 self._fail(f"{type(error).__name__}: {error}", storage=False)
+
+    def _pause_s(self) -> float:
+        """Until the next look: a tick, or less if the grace of a round ends before."""
+        deadline = self.board.rounds.next_deadline()
+        return self._tick_s if deadline is None else min(self._tick_s, max(deadline - self._clock(), 0.001))
 
     def _fail(self, reason: str, storage: bool) -> None:
         with self._lock:
@@ -352,9 +402,9 @@ class Synchronizer:
         if not board.begun or self._merging.busy:
             return
         alone = not board.membership.live
-        for name in sorted(board.waiting):
+        for name in board.admissible:
             # Otherwise the next publication lets it in (`Merging.publish`), so that nobody waits for it.
-            if alone or board.evaluation is not None or board.claims.get(name):
+            if alone or board.evaluation is not None or board.finished or board.claims.get(name) is not None:
                 board.let_in(name)
                 self._lock.notify_all()
         if alone and board.membership.live:
@@ -363,27 +413,12 @@ class Synchronizer:
     # ================================================================================== helpers
 
     def _entry(self, member: Member, hello: Hello) -> Entry:
-        board, store, name = self.board, self.store, member.island
+        board, store = self.board, self.store
         if member.rank == 0:
             self.recorder.entered(member, hello, store.digest)
-        tensors = pack_encoded(store.state.published, "fp32")
-        synchronous = board.phase == "synchronous"
-        moments = pack_encoded(store.moments, "fp32") if synchronous and store.moments else None
-        self._count_bytes("down", tensors.nbytes + (moments.nbytes if moments else 0))
-        claimed = board.claims.get(name, False)
-        leased = board.ledger.held(name, member.generation)
-        return Entry(
-            version=board.version,
-            phase=board.phase,
-            digest=store.digest,
-            tensors=tensors,
-            basis=board.basis,
-            claimed=claimed,
-            leased=leased - hello.held if claimed else leased,
-            gradient_step=board.gradient_step,
-            moments=moments,
-            adam_steps=store.adam_steps,
-        )
+        entry = entry_of(board, store, member, hello)
+        self._count_bytes("down", entry.tensors.nbytes + (entry.moments.nbytes if entry.moments else 0))
+        return entry
 
     def _stop_now(self) -> bool:
         """Stopping is asked for; in a synchronous stretch only after its anchor, to lose nothing."""
@@ -403,35 +438,3 @@ class Synchronizer:
         self.store.counters[f"bytes_{direction}"] += count
         if self.board.phase == "synchronous":
             self.store.counters[f"bytes_{direction}_warmup"] += count
-
-    def _check_hello(self, hello: Hello) -> None:
-        """Refuse an island that is not of this run, would train another model, or has other libraries."""
-        name, names = hello.island, self.setup.islands
-        if name not in names:
-            raise ConfigError([f"island {name} is not part of this run; its islands: {', '.join(names)}"])
-        differences = version_differences(hello.versions, self.recorder.versions)
-        if hello.parameters != self._parameters:
-            differences.append(("parameters", hello.parameters, self._parameters))
-        if differences:
-            table = [("", "island", "run"), *differences]
-            lines = [f"  {what:<12}{theirs:<20}{ours}" for what, theirs, ours in table]
-            fix = "  fix: give its nodes the run's versions (patch levels may differ) and the run's model"
-            raise ConfigError([f"island {name} does not fit this run", *lines, fix])
-
-
-def header_of(part: Part) -> Contribution:
-    """What the rules of a round need to know of a part."""
-    return Contribution(
-        island=part.member.island,
-        generation=part.member.generation,
-        fragment=part.fragment,
-        seq=part.seq,
-        base_version=part.base_version,
-        from_step=part.from_step,
-        to_step=part.to_step,
-        tokens=part.tokens,
-        steps=part.steps,
-        ranges=part.ranges,
-        parts=part.member.world_size,
-        kind="gradient" if part.kind == "gradient" else "delta",
-    )

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from elastic.state.audit_records import Check, verdict
 from elastic.state.layout import EVENTS, parse_record_name
 from elastic.state.records import Lineage, Record
+from elastic.state.replay import digest_in
 from elastic.state.storage import Storage
 
 _AT_ONCE = 64
+ALL_FRAGMENTS = -1
+"""Fragment of a report that is about all parameters together."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _take(event: dict, name: str, events: StoredEvents) -> None:
     kind = event["kind"]
     if kind in ("adopted", "island_joined", "outer_step") and event.get("digest"):
         who = event.get("island", event["writer"])
-        version, fragment = int(event["version"]), int(event.get("fragment", 0))
+        version, fragment = int(event["version"]), int(event.get("fragment", ALL_FRAGMENTS))
         events.reported.append(Reported(kind, str(who), fragment, version, str(event["digest"]), name))
 
 
@@ -62,10 +65,17 @@ def check_digests(events: StoredEvents, lineage: Lineage, abandoned: Sequence[Re
     problems = list(events.damaged)
     known: dict[tuple[int, int], set[str]] = defaultdict(set)
     for record in [*lineage.records, *abandoned]:
+        for fragment, version in enumerate(record.body["versions"]):
+            if (expected := digest_in(record, fragment)) is not None:
+                known[fragment, version].add(expected)
         if "digest" in record.body:
-            known[record.body.get("fragment", 0), record.body.get("version", 0)].add(record.body["digest"])
+            known[ALL_FRAGMENTS, min(record.body["versions"])].add(record.body["digest"])
     newest = lineage.records[-1].body["versions"] if lineage.records else [0]
     redone = _redone_after(lineage)
+
+    def newest_of(fragment: int) -> int:
+        return min(newest) if fragment == ALL_FRAGMENTS else newest[fragment]
+
     compared, branched, unknown = 0, 0, 0
     beyond: dict[int, Reported] = {}
     for seen in events.reported:
@@ -74,7 +84,7 @@ def check_digests(events: StoredEvents, lineage: Lineage, abandoned: Sequence[Re
             compared += 1
         elif seen.version > redone:
             branched += 1  # an attempt whose last records were lost or belong to an abandoned branch
-        elif seen.version > newest[seen.fragment]:
+        elif seen.version > newest_of(seen.fragment):
             beyond.setdefault(seen.version, seen)
         elif not digests:
             unknown += 1
@@ -88,7 +98,7 @@ def check_digests(events: StoredEvents, lineage: Lineage, abandoned: Sequence[Re
         problems.insert(
             0,
             f"{last.name}: version {last.version} was known to {last.who}, but the records end at version "
-            f"{newest[last.fragment]}; the newest records are lost",
+            f"{newest_of(last.fragment)}; the newest records are lost",
         )
     good = f"{compared} reports of versions agree with the records"
     good += f"; {branched} of redone versions" if branched else ""

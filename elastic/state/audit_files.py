@@ -12,7 +12,7 @@ from elastic.state.audit_records import Check, verdict
 from elastic.state.checkpoint import check_islands_of
 from elastic.state.layout import DATA, ISLANDS, TENSORS
 from elastic.state.records import Record
-from elastic.state.replay import apply, files_of, is_step, load_snapshot
+from elastic.state.replay import apply, digest_in, files_of, is_step, load_snapshot
 from elastic.state.storage import Storage
 from elastic.training.digest import digest
 from elastic.training.outer import OuterState
@@ -37,28 +37,40 @@ def check_tensors(storage: Storage, records: Sequence[Record], retired: set[str]
 
 
 def check_replay(storage: Storage, records: Sequence[Record], retired: set[str]) -> Check:
-    """From the oldest kept snapshot on, deltas lead to the recorded digest of every version."""
+    """From the oldest kept snapshots on, deltas lead to the recorded digest of every version."""
     problems: list[str] = []
+    versions = 0
+    for fragment in range(len(records[-1].body["versions"])):
+        versions += _replay_fragment(storage, records, fragment, retired, problems)
+    return verdict("replay", problems, f"{versions} versions follow from the kept files, bit for bit")
+
+
+def _replay_fragment(
+    storage: Storage, records: Sequence[Record], fragment: int, retired: set[str], problems: list[str]
+) -> int:
+    """The versions of one fragment that follow from the kept files."""
     state: OuterState | None = None
     versions = 0
     for record in records:
-        files = [file for file in files_of(record) if file.stored.name not in retired]
+        files = [
+            file for file in files_of(record) if file.fragment == fragment and file.stored.name not in retired
+        ]
         snapshot = next((file.stored for file in files if file.what == "snapshot"), None)
         delta = any(file.what == "delta" for file in files)
         try:
-            if state is not None and is_step(record) and (delta or snapshot is None):
+            if state is not None and is_step(record, fragment) and (delta or snapshot is None):
                 apply(storage, record, state)
-                problems += _wrong_digest(record, state, "the replayed deltas give")
+                problems += _wrong_digest(record, fragment, state, "the replayed deltas give")
             if snapshot is not None:
                 state, _ = load_snapshot(storage, snapshot)
-                problems += _wrong_digest(record, state, f"{snapshot.name} gives")
+                problems += _wrong_digest(record, fragment, state, f"{snapshot.name} gives")
         except IntegrityError as error:
             problems.append(f"version {record.body.get('version', 0)}: {error.where}: {short(error)}")
             state = None
-        versions += state is not None and (is_step(record) or snapshot is not None)
+        versions += state is not None and (is_step(record, fragment) or snapshot is not None)
     if state is None and not problems:
-        problems.append("no snapshot is left to replay from")
-    return verdict("replay", problems, f"{versions} versions follow from the kept files, bit for bit")
+        problems.append(f"no snapshot of fragment {fragment} is left to replay from")
+    return versions
 
 
 def check_islands(storage: Storage) -> Check:
@@ -109,8 +121,8 @@ def retired_by(records: Sequence[Record]) -> set[str]:
     return {name for record in records for name in record.body.get("retired", ())}
 
 
-def _wrong_digest(record: Record, state: OuterState, what: str) -> list[str]:
-    expected = record.body.get("digest")
+def _wrong_digest(record: Record, fragment: int, state: OuterState, what: str) -> list[str]:
+    expected = digest_in(record, fragment)
     seen = digest(state.published) if expected else None
     if seen == expected:
         return []

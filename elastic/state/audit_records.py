@@ -62,12 +62,14 @@ def check_versions(records: Sequence[Record]) -> Check:
             versions = [0] * len(said)
         elif is_step(record):
             fragment, version = record.body["fragment"], record.body["version"]
-            if version != versions[fragment] + 1:
+            raised = range(len(versions)) if record.kind == "anchor" else [fragment]
+            if any(version != versions[each] + 1 for each in raised):
                 problems.append(
                     f"{record.name}: version {version} of fragment {fragment} follows version "
                     f"{versions[fragment]}; what led from one to the other is lost"
                 )
-            versions[fragment] = version
+            for each in raised:
+                versions[each] = version
         if said != versions:
             problems.append(f"{record.name}: says versions {said}, the steps lead to {versions}")
             versions = list(said)
@@ -96,10 +98,11 @@ def check_sequences(records: Sequence[Record]) -> Check:
 
 
 def check_contributions(records: Sequence[Record]) -> Check:
-    """What a record commits is what its contributions trained, and no contribution is merged twice."""
+    """What a record commits was merged in every fragment, and no contribution is merged twice."""
     problems: list[str] = []
     ids: dict[str, str] = {}
     count = 0
+    merged: list[RangeSet] = []
     for record in records:
         contributions = record.body.get("contributions", [])
         trained = RangeSet()
@@ -114,14 +117,24 @@ def check_contributions(records: Sequence[Record]) -> Check:
                     f"{record.name}: contribution {contribution['id']} was merged by {before} already"
                 )
         committed = RangeSet.from_json(record.body.get("committed", []))
-        if len(record.body["versions"]) == 1 and committed != trained:
+        merged = merged or [RangeSet() for _ in record.body["versions"]]
+        for fragment in range(len(merged)):
+            if is_step(record, fragment):
+                merged[fragment] = merged[fragment] | trained
+        if len(merged) == 1 and committed != trained:
             problems.append(
                 f"{record.name}: commits {len(committed)} sequences, its contributions trained {len(trained)}"
             )
+        for fragment, known in enumerate(merged):
+            if unmerged := committed - known:
+                problems.append(
+                    f"{record.name}: commits {_shown(unmerged)} that fragment {fragment} has not merged"
+                )
+        merged = [known - committed for known in merged]
         weights = [contribution["weight"] for contribution in contributions]
-        if weights and any(weights) and abs(sum(weights) - 1.0) > 1e-6:
+        if sum(weights) > 1.0 + 1e-6:
             problems.append(
-                f"{record.name}: the weights of its contributions add up to {sum(weights):.6f}, not 1"
+                f"{record.name}: the weights of its contributions add up to {sum(weights):.6f}, more than 1"
             )
         count += len(contributions)
     return verdict("contributions", problems, f"{count} merged, their ranges are what was committed")

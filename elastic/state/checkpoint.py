@@ -130,6 +130,11 @@ def check_islands_of(storage: Storage, prefix: str) -> tuple[int, int, list[Skip
     return good, unfinished, bad
 
 
+def read_meta(storage: Storage, name: str) -> dict[str, Any]:
+    """What rank 0 said of a checkpoint."""
+    return _parts(storage, name, storage.list(name))[0].meta
+
+
 def load_island(storage: Storage, name: str, placement: Placement) -> LoadedIsland:
     """Read the rows of `placement` from a checkpoint of any number of ranks, to new CPU tensors.
 

@@ -82,12 +82,12 @@ def export_run(storage: Storage, directory: str | os.PathLike[str]) -> Exported:
     work.mkdir()
     try:
         end = _write_tokenizer(job, work, notes)
-        known = _write_model(job, loaded.state.theta, work, about, end, notes)
+        known = _write_model(job, loaded.theta, work, about, end, notes)
         files = _open_to_readers(work)
         os.replace(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    count = sum(tensor.numel() for tensor in loaded.state.theta.values())
+    count = sum(tensor.numel() for tensor in loaded.theta.values())
     return Exported(
         str(target), about["run"], loaded.version, about["parameters"], count, known, files, notes
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from elastic.base.config import DecoderModel, HuggingFaceModel, Job
 from elastic.base.errors import ConfigError, ElasticError
@@ -12,15 +13,26 @@ from elastic.state.records import load_records
 from elastic.state.replay import load_outer
 from elastic.state.run_file import require_run
 from elastic.state.storage import Storage
+from elastic.training.fragments import fragments_of
 from elastic.training.model import build_model
 from elastic.training.shard import parameters_of
 
 Tensors = dict[str, torch.Tensor]
 
 
+def initial_fragments(job: Job, vocab_size: int) -> list[Tensors]:
+    """The parameters of version 0 by fragment, for a resolved job; else as `initial_parameters`."""
+    built = build_model(job.model, vocab_size, job.data.seq_len, job.seed)
+    parameters = _initial(job, built)
+    return [{name: parameters[name] for name in names} for names in fragments_of(built, job.outer)]
+
+
 def initial_parameters(job: Job, vocab_size: int) -> Tensors:
     """The trainable parameters of version 0, whole, fp32, on the CPU."""
-    built = build_model(job.model, vocab_size, job.data.seq_len, job.seed)
+    return _initial(job, build_model(job.model, vocab_size, job.data.seq_len, job.seed))
+
+
+def _initial(job: Job, built: nn.Module) -> Tensors:
     parameters = {name: p.detach().to(torch.float32).clone() for name, p in parameters_of(built).items()}
     if job.init_from is None:
         return parameters
@@ -52,7 +64,7 @@ def _parameters_from(job: Job, url: str) -> Tensors:
     if is_run_folder(url):
         storage = Storage(url)
         require_run(storage)
-        return load_outer(storage, load_records(storage)).state.theta
+        return load_outer(storage, load_records(storage)).theta
     folder = Path(url)
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -7,7 +7,7 @@ of the last one; the ledger is derived from the records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ from elastic.base.ranges import RangeSet
 from elastic.state import tensors as tensor_files
 from elastic.state.layout import LOCK, delta_name, parse_lock_name, snapshot_name
 from elastic.state.records import Lineage, RecordLog
-from elastic.state.replay import load_outer
+from elastic.state.replay import Kept, load_outer, turns_of
 from elastic.state.storage import Storage
-from elastic.training.digest import digest
+from elastic.training.digest import finish_digest, partial_digest
 from elastic.training.outer import OuterState
 
 Tensors = dict[str, torch.Tensor]
@@ -44,25 +44,69 @@ NEW_COUNTERS: dict[str, float] = {
 
 @dataclass
 class OuterStore:
-    """The outer state of a run and the only way to change it."""
+    """The outer state of a run, by fragment, and the only way to change it."""
 
     storage: Storage
     log: RecordLog
     job: Job
     run: str
-    state: OuterState
+    states: list[OuterState]
+    """One per fragment."""
     moments: Tensors = field(default_factory=dict)
     """AdamW's moments at the newest anchor: `exp_avg/<name>`, `exp_avg_sq/<name>`."""
     adam_steps: int = 0
-    version: int = 0
+    versions: list[int] = field(default_factory=lambda: [0])
+    """Of each fragment."""
     phase: str = "outer"
     committed: RangeSet = RangeSet()
     generations: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=lambda: dict(NEW_COUNTERS))
     validation: list[dict[str, Any]] = field(default_factory=list)
-    kept: list[tuple[int, str, str]] = field(default_factory=list)
-    """Tensor files not retired yet: (version, what, name)."""
-    digest: str = ""
+    kept: list[Kept] = field(default_factory=list)
+    """Tensor files not retired yet."""
+    merged_turns: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """By fragment: (generation, seq) of the contributions that its newest version took in, by island."""
+    last_fragment: int = -1
+    """The fragment of the newest outer step; -1 after an anchor or at the start."""
+    _sums: list[torch.Tensor] = field(default_factory=list)
+    """Partial digest of each fragment's published values."""
+
+    def __post_init__(self) -> None:
+        """Digests follow from the states."""
+        self._sums = [_sum_of(state) for state in self.states]
+        self.merged_turns = self.merged_turns or [{} for _ in self.states]
+
+    # ---------------------------------------------------------------------------------- reading
+
+    @property
+    def version(self) -> int:
+        """The version that every fragment has reached."""
+        return min(self.versions)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all published parameters: the sum over the fragments."""
+        return finish_digest(torch.stack(self._sums).sum(0))
+
+    @property
+    def digests(self) -> list[str]:
+        """Digest of each fragment's published parameters."""
+        return [finish_digest(total) for total in self._sums]
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The parameters of each fragment."""
+        return [list(state.theta) for state in self.states]
+
+    @property
+    def published(self) -> Tensors:
+        """What islands hold, all fragments together."""
+        return {name: value for state in self.states for name, value in state.published.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter."""
+        return {name: tuple(value.shape) for state in self.states for name, value in state.theta.items()}
 
     # ------------------------------------------------------------------------------- beginning
 
@@ -74,21 +118,23 @@ class OuterStore:
         run: str,
         epoch: int,
         lineage: Lineage,
-        initial: Callable[[], Tensors],
+        initial: Callable[[], Sequence[Tensors]],
         dealing: Mapping[str, int],
         fell_back: FallBack,
         phase: str = "outer",
     ) -> OuterStore:
         """Continue from the newest durable state, or start with `initial()` as version 0 in `phase`.
 
-        `dealing`: total_sequences and block_sequences, part of the first record of the epoch.
-        `fell_back(name, reason, instead)` is told of every file that could not be used.
+        `initial`: the parameters of each fragment. `dealing`: total_sequences and block_sequences, part of
+        the first record of the epoch. `fell_back(name, reason, instead)` is told of every file that could
+        not be used.
         """
         log = RecordLog(storage, epoch, lineage.last)
         if lineage.last is None:
-            store = cls(storage, log, job, run, OuterState(initial()), phase=phase)
-            store.digest = digest(store.state.published)
-            store._append("start", {**dealing, "fragments": 1, "tensors": store._write_snapshot()})
+            states = [OuterState(tensors) for tensors in initial()]
+            store = cls(storage, log, job, run, states, versions=[0] * len(states), phase=phase)
+            stored = [store._write_snapshot(fragment) for fragment in range(len(states))]
+            store._append("start", {**dealing, "fragments": len(states), "tensors": stored})
             return store
         loaded = load_outer(storage, lineage, fell_back)
         body = loaded.last.body
@@ -97,19 +143,20 @@ class OuterStore:
             log,
             job,
             run,
-            loaded.state,
+            loaded.states,
             moments=loaded.moments,
             adam_steps=loaded.adam_steps,
-            version=loaded.version,
+            versions=list(body["versions"]),
             phase=body["phase"],
             committed=loaded.committed,
             generations=dict(body["generations"]),
             counters={**NEW_COUNTERS, **body["counters"]},
             validation=list(body["validation"]),
             kept=loaded.kept,
+            merged_turns=loaded.merged_turns,
+            last_fragment=loaded.last_fragment,
         )
         store.log = RecordLog(storage, epoch, loaded.last)
-        store.digest = digest(store.state.published)
         store._append("resume", dict(dealing))
         return store
 
@@ -117,29 +164,32 @@ class OuterStore:
 
     def commit_outer(
         self,
+        fragment: int,
         version: int,
         contributions: list[dict[str, Any]],
         committed: RangeSet,
         merged: Tensors | None,
         scale: float,
     ) -> Tensors:
-        """One outer step: step, make it durable, return the packet for the islands.
+        """One outer step of a fragment: step, make it durable, return the packet for the islands.
 
         `merged`: the weighted mean delta, None if nobody trained (the version rises, nothing moves).
         """
-        outer = self.job.outer
+        outer, state = self.job.outer, self.states[fragment]
         if merged is not None:
-            self.state.step(merged, known(outer.lr), known(outer.momentum), scale)
-        packet = self.state.publish(outer.codec_down)
-        self.version, self.digest = version, digest(self.state.published)
+            state.step(merged, known(outer.lr), known(outer.momentum), scale)
+        packet = state.publish(known(outer.codec_down))
+        self.versions[fragment], self._sums[fragment] = version, _sum_of(state)
         self.committed = self.committed | committed
         self.counters["outer_steps"] += 1
-        stored = [self._write_delta(merged)]
+        stored = [self._write_delta(fragment, merged)]
         if version % self.job.checkpoint.snapshot_every == 0:
-            stored.append(self._write_snapshot())
+            stored.append(self._write_snapshot(fragment))
         optimiser = {"lr": outer.lr, "momentum": outer.momentum, "codec_down": outer.codec_down}
         more = {"scale": scale, "moved": merged is not None, "optimiser": optimiser}
-        self._commit("outer", version, contributions, committed, stored, more)
+        self._commit("outer", fragment, version, contributions, committed, stored, more)
+        self.last_fragment = fragment
+        self.merged_turns[fragment] = turns_of(contributions)
         return packet
 
     def commit_anchor(
@@ -152,20 +202,19 @@ class OuterStore:
         steps: int,
         phase: str,
     ) -> None:
-        """A stretch of synchronous steps: the islands' common parameters become the version."""
-        self.state = OuterState({name: value.clone() for name, value in parameters.items()})
+        """A stretch of synchronous steps: the islands' common parameters are the version of all fragments."""
+        self.states = [
+            OuterState({name: parameters[name].clone() for name in fragment}) for fragment in self.names
+        ]
+        self._sums = [_sum_of(state) for state in self.states]
         self.moments, self.adam_steps = moments, self.adam_steps + steps
-        self.version, self.digest, self.phase = version, digest(self.state.published), phase
+        self.versions, self.phase = [version] * len(self.states), phase
         self.committed = self.committed | committed
         self.counters["synchronous_steps"] += steps
-        self._commit(
-            "anchor",
-            version,
-            contributions,
-            committed,
-            [self._write_snapshot()],
-            {"adam_steps": self.adam_steps},
-        )
+        self.last_fragment, self.merged_turns = -1, [{} for _ in self.states]
+        stored = [self._write_snapshot(fragment) for fragment in range(len(self.states))]
+        more = {"adam_steps": self.adam_steps}
+        self._commit("anchor", 0, version, contributions, committed, stored, more)
 
     def commit_validation(self, result: dict[str, Any]) -> None:
         """A validation of the outer parameters is part of the state."""
@@ -177,6 +226,7 @@ class OuterStore:
     def _commit(
         self,
         kind: str,
+        fragment: int,
         version: int,
         contributions: list[dict[str, Any]],
         committed: RangeSet,
@@ -188,7 +238,7 @@ class OuterStore:
         self._append(
             kind,
             {
-                "fragment": 0,
+                "fragment": fragment,
                 "version": version,
                 "contributions": contributions,
                 "committed": committed.to_json(),
@@ -208,8 +258,9 @@ class OuterStore:
             {
                 **body,
                 "run": self.run,
-                "versions": [self.version],
+                "versions": list(self.versions),
                 "digest": self.digest,
+                "digests": self.digests,
                 "phase": self.phase,
                 "generations": dict(self.generations),
                 "counters": dict(self.counters),
@@ -228,36 +279,47 @@ class OuterStore:
                 fix="let this one end; the other continues the run",
             )
 
-    def _write_delta(self, merged: Tensors | None) -> dict[str, Any]:
+    def _write_delta(self, fragment: int, merged: Tensors | None) -> dict[str, Any]:
         """The merged delta; it leads over this version even when the snapshot beside it is damaged."""
         delta = merged
         if delta is None:
-            delta = {name: torch.zeros_like(value) for name, value in self.state.theta.items()}
-        name = delta_name(0, self.version, self.log.epoch)
-        stored = tensor_files.save(self.storage, name, delta)
-        self.kept.append((self.version, "delta", name))
-        return {"what": "delta", **stored.to_json()}
+            delta = {name: torch.zeros_like(value) for name, value in self.states[fragment].theta.items()}
+        return self._write(
+            "delta", fragment, delta_name(fragment, self.versions[fragment], self.log.epoch), delta
+        )
 
-    def _write_snapshot(self) -> dict[str, Any]:
-        tensors = {f"theta/{name}": value for name, value in self.state.theta.items()}
-        tensors |= {f"momentum/{name}": value for name, value in self.state.momentum.items()}
-        tensors |= {f"published/{name}": value for name, value in self.state.published.items()}
-        tensors |= self.moments
-        name = snapshot_name(0, self.version, self.log.epoch)
+    def _write_snapshot(self, fragment: int) -> dict[str, Any]:
+        state = self.states[fragment]
+        tensors = {f"theta/{name}": value for name, value in state.theta.items()}
+        tensors |= {f"momentum/{name}": value for name, value in state.momentum.items()}
+        tensors |= {f"published/{name}": value for name, value in state.published.items()}
+        tensors |= {key: value for key, value in self.moments.items() if key.partition("/")[2] in state.theta}
+        name = snapshot_name(fragment, self.versions[fragment], self.log.epoch)
+        return self._write("snapshot", fragment, name, tensors)
+
+    def _write(self, what: str, fragment: int, name: str, tensors: Tensors) -> dict[str, Any]:
         stored = tensor_files.save(self.storage, name, tensors)
-        self.kept.append((self.version, "snapshot", name))
-        return {"what": "snapshot", **stored.to_json()}
+        self.kept.append(Kept(fragment, self.versions[fragment], what, name))
+        return {"what": what, "fragment": fragment, **stored.to_json()}
 
     def _retired(self) -> list[str]:
-        """Files older than the oldest of the `checkpoint.keep` newest snapshots; they are let go."""
-        snapshots = sorted(version for version, what, _ in self.kept if what == "snapshot")
-        if len(snapshots) <= self.job.checkpoint.keep:
-            return []
-        oldest = snapshots[-self.job.checkpoint.keep]
+        """Of each fragment the files older than the oldest of its `checkpoint.keep` newest snapshots."""
+        retired: list[Kept] = []
+        for fragment in range(len(self.states)):
+            mine = [entry for entry in self.kept if entry.fragment == fragment]
+            snapshots = sorted(entry.version for entry in mine if entry.what == "snapshot")
+            if len(snapshots) <= self.job.checkpoint.keep:
+                continue
+            oldest = snapshots[-self.job.checkpoint.keep]
+            retired += [
+                entry
+                for entry in mine
+                if entry.version < oldest or (entry.version, entry.what) == (oldest, "delta")
+            ]
+        self.kept = [entry for entry in self.kept if entry not in retired]
+        return [entry.name for entry in retired]
 
-        def is_old(entry: tuple[int, str, str]) -> bool:
-            return entry[0] < oldest or entry[:2] == (oldest, "delta")
 
-        retired = [entry[2] for entry in self.kept if is_old(entry)]
-        self.kept = [entry for entry in self.kept if not is_old(entry)]
-        return retired
+def _sum_of(state: OuterState) -> torch.Tensor:
+    """Partial digest of what islands hold of a fragment."""
+    return partial_digest({name: (0, value) for name, value in state.published.items()})

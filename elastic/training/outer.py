@@ -1,6 +1,6 @@
-"""The outer loop's arithmetic: merge contributions, step the global parameters, publish, adopt.
+"""The outer loop's arithmetic: step the global parameters, publish, adopt (merging: `merge`).
 
-Everything is fp32 on the CPU, over plain dictionaries of named tensors, in a fixed order, as separate
+Everything is fp32, over plain dictionaries of named tensors, in a fixed order, as separate
 multiplications and additions (no fused multiply-add): the same inputs give the same bits on every
 machine, so a run can be replayed from its records and its digests compared.
 """
@@ -8,23 +8,15 @@ machine, so a run can be replayed from its records and its digests compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from elastic.base.errors import ElasticError
-from elastic.training.codec import Codec, check_finite, decode, encode
-
-Tensors = dict[str, Tensor]
-
-
-class MergeError(ElasticError):
-    """Contributions or parts do not fit together; names the first tensor that is wrong.
-
-    Example: ranks 0 and 1 of island `eu` both sent rows 0-64 of `embedding.weight`.
-    """
+from elastic.training.assemble import Tensors, check_same
+from elastic.training.chunks import Scratch, flat_runs, row_slices
+from elastic.training.codec import Codec, decode, decode_into, encode, encoded_shape, wire_dtype
 
 
 def delta(base: Mapping[str, Tensor], snapshot: Mapping[str, Tensor]) -> Tensors:
@@ -33,32 +25,17 @@ def delta(base: Mapping[str, Tensor], snapshot: Mapping[str, Tensor]) -> Tensors
 
 
 @torch.no_grad()
-def merge(deltas: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Tensors:
-    """Weighted mean `sum(w_i * delta_i) / sum(w_i)`, fp32, in the order given.
+def encode_with_feedback(
+    codec: Codec, delta: Tensor, residual: Tensor | None, name: str
+) -> tuple[Tensor, Tensor]:
+    """Encode `delta + residual`, and what rounding leaves over: the residual of the next contribution.
 
-    Sort by (island, seq) before: the order is part of the bits. Weights need not add up to 1; a
-    contribution of weight 0 adds nothing. Raises MergeError for names or shapes that differ and
-    NonFiniteTensor, by name, for Inf or NaN.
+    Whole tensors or rows alike, fp32 of one shape; `residual` None: the first contribution. Raises
+    NonFiniteTensor with `name`. Error feedback of the up-link: arXiv 2505.23725.
     """
-    if not deltas or len(deltas) != len(weights):
-        raise MergeError(
-            "a merge needs one weight per contribution", saw=f"{len(deltas)}, {len(weights)} weights"
-        )
-    total = math.fsum(weights)
-    if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
-        raise MergeError("weights must be finite, not negative, and not all zero", saw=str(list(weights)))
-    shares = [weight / total for weight in weights]
-    for number, contribution in enumerate(deltas):
-        _check_same(contribution, deltas[0], f"contribution {number}")
-    merged: Tensors = {}
-    for name in sorted(deltas[0]):
-        for number, contribution in enumerate(deltas):
-            check_finite(contribution[name], f"contribution {number}: {name}")
-        mean = deltas[0][name] * shares[0]
-        for contribution, share in zip(deltas[1:], shares[1:], strict=True):
-            mean += contribution[name] * share
-        merged[name] = mean
-    return merged
+    wanted = delta if residual is None else delta + residual
+    encoded = encode(codec, wanted, name)
+    return encoded, wanted - decode(codec, encoded, wanted.shape)
 
 
 @dataclass
@@ -66,20 +43,29 @@ class OuterState:
     """Global parameters `theta`, outer momentum, and `published`: what islands really hold.
 
     `published` differs from `theta` by the rounding of the down-link; the difference is part of the
-    next packet (error feedback). A step replaces tensors and never writes into them, so a shallow copy
-    of the dictionaries is a consistent snapshot.
+    next packet (error feedback). Published tensors and packets are never written again, so whoever
+    holds them has a consistent version. `theta`, `momentum` and `acc` are copies of what was given, and
+    steps write into them: copy them to keep them.
+
+    `acc` and `arrivals` belong to `step_delayed`: the sum of the deltas since the momentum moved last, and
+    how many they are. `acc` is empty until it is used.
     """
 
     theta: Tensors
     momentum: Tensors = field(default_factory=dict)
     published: Tensors = field(default_factory=dict)
+    acc: Tensors = field(default_factory=dict)
+    arrivals: int = 0
 
     def __post_init__(self) -> None:
         """Fresh momentum is zero, and fresh `published` is `theta`."""
-        self.momentum = self.momentum or {name: torch.zeros_like(t) for name, t in self.theta.items()}
-        self.published = self.published or {name: t.clone() for name, t in self.theta.items()}
+        self.theta, self.acc = _copy(self.theta), _copy(self.acc)
+        self.momentum = _copy(self.momentum) or _zeros(self.theta)
+        self.published = self.published or dict(self.theta)
         for other, what in ((self.momentum, "momentum"), (self.published, "published")):
-            _check_same(other, self.theta, what)
+            check_same(other, self.theta, what)
+        if self.acc:
+            check_same(self.acc, self.theta, "accumulator")
 
     @torch.no_grad()
     def step(self, d: Mapping[str, Tensor], lr: float, momentum: float, scale: float = 1.0) -> None:
@@ -89,88 +75,121 @@ class OuterState:
 
         With lr 1, mu 0, scale 1 `theta` becomes the mean of the islands (FedAvg).
         """
-        _check_same(d, self.theta, "merged delta")
+        check_same(d, self.theta, "merged delta")
+        scaled, moved = Scratch(), Scratch()
         for name in sorted(self.theta):
-            gradient = d[name] * scale if scale != 1.0 else d[name]
-            if momentum:
-                self.momentum[name] = self.momentum[name] * momentum + gradient
-                gradient = gradient + self.momentum[name] * momentum
-            self.theta[name] = self.theta[name] - (gradient * lr if lr != 1.0 else gradient)
+            new = self._writable(name)
+            for theta, out, m, gradient in flat_runs(self.theta[name], new, self.momentum[name], d[name]):
+                if scale != 1.0:
+                    gradient = torch.mul(gradient, scale, out=scaled.like(gradient))
+                if momentum:
+                    m.mul_(momentum).add_(gradient)
+                    gradient = torch.mul(m, momentum, out=moved.like(m)).add_(gradient)
+                if lr != 1.0:
+                    gradient = torch.mul(gradient, lr, out=moved.like(gradient))
+                torch.sub(theta, gradient, out=out)
+            self.theta[name] = new
+
+    @torch.no_grad()
+    def step_delayed(self, g: Mapping[str, Tensor], lr: float, momentum: float, every: int) -> None:
+        """Delayed Nesterov: one contribution at a time, as it arrives (arXiv 2401.09135, c = 0).
+
+        Each arrival moves theta by its own share; the momentum moves with every N-th (`every`) only, by
+        the mean of those N:
+
+            acc = acc + g
+            N-th:    m = mu*m + acc/N;  theta = theta - lr*(mu*m + g/N);  acc = 0
+            others:  theta = theta - lr*g/N
+        """
+        check_same(g, self.theta, "delta")
+        self.acc = self.acc or _zeros(self.theta)
+        self.arrivals += 1
+        moves, share = self.arrivals >= every, 1.0 / every
+        self.arrivals = 0 if moves else self.arrivals
+        shared, moved = Scratch(), Scratch()
+        for name in sorted(self.theta):
+            new = self._writable(name)
+            mine = (self.theta[name], new, self.momentum[name], self.acc[name])
+            for theta, out, m, acc, arrived in flat_runs(*mine, g[name]):
+                acc.add_(arrived)
+                step = torch.mul(arrived, share, out=shared.like(arrived))
+                if moves:
+                    m.mul_(momentum).add_(acc.mul_(share))
+                    acc.zero_()
+                    step.add_(torch.mul(m, momentum, out=moved.like(m)))
+                torch.sub(theta, step.mul_(lr), out=out)
+            self.theta[name] = new
 
     @torch.no_grad()
     def publish(self, codec_down: Codec) -> Tensors:
         """The packet that brings islands from the last `published` to the next, and take it here.
 
-        fp32: the packet is `theta` itself. Otherwise it is the encoded `theta - published`; what
-        rounding leaves over stays in that difference and goes with a later packet.
+        fp32: the packet is `theta` itself. Otherwise it is the encoded `theta - published`, and
+        `published` takes it as islands do (`adopt`); what rounding leaves over stays in that difference
+        and goes with a later packet. Raises NonFiniteTensor by name, and then nothing is published.
         """
         if codec_down == "fp32":
-            packet = dict(self.theta)
-        else:
-            packet = {
-                name: encode(codec_down, theta - self.published[name], name)
-                for name, theta in self.theta.items()
-            }
-        self.published = adopt(self.published, packet, codec_down)
+            self.published = dict(self.theta)
+            return dict(self.theta)
+        packet: Tensors = {}
+        published: Tensors = {}
+        scratch, decoded = Scratch(), Scratch()
+        for name, theta in self.theta.items():
+            shape = encoded_shape(codec_down, theta.shape)
+            packet[name] = torch.empty(shape, dtype=wire_dtype(codec_down, theta.ndim))
+            published[name] = torch.empty_like(theta)
+            rows_of = tuple(
+                map(torch.atleast_1d, (theta, self.published[name], packet[name], published[name]))
+            )
+            for rows in row_slices(rows_of[0].shape):
+                wanted, held, encoded, new = (tensor[rows] for tensor in rows_of)
+                gap = torch.sub(wanted, held, out=scratch.like(wanted))
+                encoded.copy_(encode(codec_down, gap, name))
+                decode_into(codec_down, encoded, decoded.like(new))
+                torch.add(held, decoded.like(new), out=new)
+        self.published = published
         return packet
+
+    def _writable(self, name: str) -> Tensor:
+        """Where the next theta goes: itself, unless islands hold it as published."""
+        theta = self.theta[name]
+        return torch.empty_like(theta) if theta is self.published[name] else theta
 
 
 @torch.no_grad()
 def adopt(published: Mapping[str, Tensor], packet: Mapping[str, Tensor], codec_down: Codec) -> Tensors:
-    """The next published values, from the last ones and a packet; on both sides, whole or by rows."""
+    """The next published values, from the last ones and a packet; on both sides, whole or by rows.
+
+    By rows: `published` holds those of a rank, and `packet` the same rows of the encoded tensors.
+    """
     if codec_down == "fp32":
         return dict(packet)
-    return {name: held + decode(packet[name]) for name, held in published.items()}
+    return {name: held + decode(codec_down, packet[name], held.shape) for name, held in published.items()}
 
 
-# ------------------------------------------------------------------------------------- parts
+@torch.no_grad()
+def adopt_blend(local: Mapping[str, Tensor], published: Mapping[str, Tensor], alpha: float) -> None:
+    """In place: `local = alpha*local + (1 - alpha)*published` (2501.18512), for the tensors published.
 
-
-def assemble(
-    parts: Sequence[Mapping[str, tuple[int, Tensor]]], shapes: Mapping[str, Sequence[int]]
-) -> Tensors:
-    """Put the ranks' parts together: each part maps a name to (first row, rows).
-
-    `shapes` are the whole tensors'. Every row of every tensor must come exactly once, else MergeError
-    with its name. A tensor without dimensions is one row. A part may hold no rows of a tensor.
+    alpha 0 gives the bits of `published`.
     """
-    for part in parts:
-        for name in part:
-            if name not in shapes:
-                raise MergeError("a part holds a tensor that the model does not have", where=name)
-    return {name: _assemble_one(name, parts, tuple(shape)) for name, shape in shapes.items()}
+    for name, new in published.items():
+        if alpha:
+            local[name].mul_(alpha).add_(new * (1.0 - alpha))
+        else:
+            local[name].copy_(new)
 
 
-def _assemble_one(
-    name: str, parts: Sequence[Mapping[str, tuple[int, Tensor]]], shape: tuple[int, ...]
-) -> Tensor:
-    pieces = sorted((part[name] for part in parts if name in part), key=lambda piece: piece[0])
-    pieces = [(start, rows) for start, rows in pieces if rows.numel()]
-    if math.prod(shape) == 0:
-        return torch.zeros(shape)
-    if not shape:
-        if len(pieces) != 1 or pieces[0][1].shape != ():
-            raise MergeError("a scalar must come exactly once", where=name, saw=f"{len(pieces)} times")
-        return pieces[0][1]
-    covered = 0
-    for start, rows in pieces:
-        if tuple(rows.shape[1:]) != shape[1:] or rows.dtype != pieces[0][1].dtype:
-            raise MergeError(
-                "rows of another shape or type",
-                where=name,
-                saw=f"{list(rows.shape)} {rows.dtype}",
-                fix=f"rows of {list(shape)} {pieces[0][1].dtype}",
-            )
-        if start != covered:
-            kind = "missing" if start > covered else "sent twice"
-            first, last = sorted((start, covered))
-            raise MergeError(f"rows {kind}", where=name, saw=f"rows {first} to {last} of {shape[0]}")
-        covered = start + rows.shape[0]
-    if covered != shape[0]:
-        kind = "missing" if covered < shape[0] else "beyond the end"
-        first, last = sorted((covered, shape[0]))
-        raise MergeError(f"rows {kind}", where=name, saw=f"rows {first} to {last} of {shape[0]}")
-    return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
+@torch.no_grad()
+def adopt_keep_progress(
+    local: Mapping[str, Tensor], published: Mapping[str, Tensor], snapshot: Mapping[str, Tensor]
+) -> None:
+    """In place: `local = published + (local - snapshot)`, for the tensors published.
+
+    Without progress since the snapshot that is the bits of `published`; `snapshot` may be `local` itself.
+    """
+    for name, new in published.items():
+        local[name].sub_(snapshot[name]).add_(new)
 
 
 def delta_norm(tensors: Mapping[str, Tensor]) -> float:
@@ -181,15 +200,11 @@ def delta_norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-def _check_same(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        raise MergeError(f"{what} has other tensors", saw=f"missing {missing[:3]}, unknown {unknown[:3]}")
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape or tensors[name].dtype != torch.float32:
-            raise MergeError(
-                f"{what} has another shape or type",
-                where=name,
-                saw=f"{list(tensors[name].shape)} {tensors[name].dtype}",
-                fix=f"{list(tensor.shape)} {torch.float32}",
-            )
+def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {
+        name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
+    }
+
+
+def _zeros(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: torch.zeros_like(value) for name, value in tensors.items()}

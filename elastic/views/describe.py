@@ -112,6 +112,7 @@ _SENTENCES = {
         f"refused from {_island(e)} (generation {e['generation']}): {e['reason']}"
         + (f" [{e['id']}]" if e.get("id") else "")
     ),
+    "quarantined": lambda e: f"{_island(e)} is quarantined, the run goes on without it: {e['reason']}",
     "phase_changed": lambda e: (
         f"phase {e['phase']} from v{newest(e['version'])} digest {_short(e['digest'])}"
         f" on {_islands(e['islands'])}"

@@ -9,7 +9,8 @@ import pytest
 
 from elastic.base.config import Budget, DecoderModel, Fleet, Inner, Island, Job, Outer, PythonModel
 from elastic.base.configfile import load_both, load_job
-from elastic.base.resolve import PRESETS, Origin, leaves, resolve_fleet, resolve_job
+from elastic.base.presets import PRESETS
+from elastic.base.resolve import Origin, leaves, resolve_fleet, resolve_job
 
 pytestmark = pytest.mark.unit
 

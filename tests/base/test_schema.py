@@ -60,7 +60,7 @@ def test_error_locations_lose_the_tags_of_unions(data: dict, loc: tuple, path: t
         (("data", "sources"), "list of text (at least 1)"),
         (("data", "sources", 3), "text"),
         (("logging", "tensorboard"), "true or false"),
-        (("outer", "preset"), "one of average, diloco, synchronous"),
+        (("outer", "preset"), "one of average, diloco, streaming, decoupled, synchronous"),
         (("model",), "section of kind decoder, hf, python"),
         (("budget", "tokens"), "whole number > 0"),
         (("outer",), "section"),

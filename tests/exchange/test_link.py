@@ -25,8 +25,10 @@ def test_a_fence_survives_the_wire() -> None:
 
 def test_messages_survive_the_wire() -> None:
     """What one side sends is what the other gets."""
-    hello = Hello("us", 2, "cpu", {"torch": "2.13"}, "ab", held=RangeSet([(0, 4)]), rest=RangeSet([(8, 9)]))
-    part = Part(Member("us", 1, 0, 1), "delta", 0, 1, 1, 0, 3, 64, 3, hello.held, Wire("fp32", {}))
+    hello = Hello(
+        "us", 2, "cpu", {"torch": "2.13"}, "ab", pending=(RangeSet([(0, 4)]),), rest=RangeSet([(8, 9)])
+    )
+    part = Part(Member("us", 1, 0, 1), "delta", 0, 1, 1, 0, 3, 64, 3, hello.pending[0], Wire("fp32", {}))
     for message in (hello, part):
         assert pickle.loads(pickle.dumps(message)) == message
 

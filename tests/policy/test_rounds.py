@@ -8,7 +8,7 @@ import random
 import pytest
 
 from elastic.base.ranges import EMPTY, RangeSet
-from elastic.policy.rounds import Contribution, Merge, Rounds
+from elastic.policy.rounds import Contribution, Merge, Rounds, Rules
 
 pytestmark = pytest.mark.unit
 
@@ -119,7 +119,7 @@ def test_an_island_without_work_weighs_nothing():
     """Zero steps are a valid answer: no wait, no weight, under both rules."""
     for rule, weights in (("tokens", (0.0, 0.25, 0.75)), ("uniform", (0.0, 0.5, 0.5))):
         live = ["a", "b", "c"]
-        rounds = Rounds(weights=rule)
+        rounds = Rounds(rules=Rules(weights=rule))
         for island, steps, tokens in (("a", 0, 0), ("b", 2, 20), ("c", 6, 60)):
             rounds.offer(contribution(island, steps=steps, tokens=tokens), 0, live)
         merge = rounds.close(0, live)
@@ -318,3 +318,93 @@ def test_a_version_from_elsewhere_voids_the_open_round():
     assert rounds.versions == [9]
     assert rounds.waiting_for(0, BOTH) == BOTH
     assert rounds.offer(contribution("us"), 0, BOTH).reason == "us/1/0/0 starts from version 0, 9 is current"
+
+
+# ------------------------------------------------------------------- quorum, grace, staleness
+
+
+DECOUPLED = Rules(quorum=1, grace_s=2.0, max_staleness=2, staleness_discount=0.5)
+
+
+def test_a_round_closes_when_the_grace_for_the_rest_is_over():
+    """One of two is in at 10 s; two seconds later the round closes with half of the expected tokens."""
+    rounds, live = Rounds(rules=DECOUPLED), ["a", "b"]
+    assert rounds.next_deadline() is None
+    rounds.offer(contribution("a", tokens=30), 0, live, now=10.0)
+    assert rounds.close(0, live, now=10.0) is None
+    assert rounds.next_deadline() == 12.0
+    assert rounds.close(0, live, now=11.9) is None
+    merge = rounds.close(0, live, now=12.0)
+    assert merge is not None
+    assert (merge.version, merge.weights, merge.scale) == (1, (1.0,), 0.5)
+    assert rounds.next_deadline() is None
+
+
+def test_nobody_waits_longer_than_it_can_spare():
+    """The island that is in must adopt in half a second: the grace ends then."""
+    rounds, live = Rounds(rules=DECOUPLED), ["a", "b"]
+    rounds.offer(contribution("a"), 0, live, now=10.0, slack_s=0.5)
+    assert rounds.close(0, live, now=10.4) is None
+    assert rounds.next_deadline() == 10.5
+    assert rounds.close(0, live, now=10.5) is not None
+
+
+def test_a_late_contribution_goes_into_the_next_round_with_less_weight():
+    """One version late under discount 0.5: w = 1/2 * 1/1.5; the sum is below one. It is no answer."""
+    rounds, live = Rounds(rules=DECOUPLED), ["a", "b"]
+    rounds.offer(contribution("a"), 0, live, now=0.0)
+    assert rounds.close(0, live, now=2.0) is not None
+    assert rounds.offer(contribution("b", base_version=0), 0, live, now=3.0).status == "accepted"
+    assert rounds.close(0, live, now=30.0) is None
+    rounds.offer(contribution("a", seq=1, base_version=1), 0, live, now=31.0)
+    merge = rounds.close(0, live, now=33.0)
+    assert merge is not None
+    assert merge.weights == pytest.approx((0.5, 0.5 / 1.5))
+    assert merge.scale == 1.0
+    assert [header.island for header in merge.contributions] == ["a", "b"]
+    assert rounds.offer(contribution("b", base_version=0), 0, live).status == "duplicate"
+
+
+def test_a_contribution_beyond_the_allowed_staleness_is_refused_by_name():
+    """Three versions late where two are allowed."""
+    rounds, live = Rounds(rules=DECOUPLED, versions=[3]), ["a"]
+    receipt = rounds.offer(contribution("a", base_version=0), 0, live)
+    assert receipt.status == "refused"
+    assert receipt.reason.endswith("starts from version 0, 3 is current; at most 2 versions late is allowed")
+
+
+def test_the_missing_count_with_what_they_gave_last():
+    """b gave 60 tokens last time and is missing now: 20 of 80 expected tokens are there."""
+    rounds, live = Rounds(rules=DECOUPLED), ["a", "b"]
+    for island, tokens in (("a", 20), ("b", 60)):
+        rounds.offer(contribution(island, tokens=tokens), 0, live)
+    first = rounds.close(0, live)
+    assert first is not None
+    assert first.scale == 1.0
+    rounds.offer(contribution("a", seq=1, base_version=1, tokens=20), 0, live, now=1.0)
+    second = rounds.close(0, live, now=3.0)
+    assert second is not None
+    assert second.scale == 0.25
+
+
+def test_an_unfinished_contribution_is_carried_while_it_is_not_too_late():
+    """Its second part comes in the next round; with no staleness allowed it is void, by name."""
+    for rules, dropped in ((DECOUPLED, ()), (Rules(quorum=1), ("b/1/0/0",))):
+        rounds, live = Rounds(rules=rules), ["a", "b"]
+        rounds.offer(contribution("b", parts=2), 0, live)
+        rounds.offer(contribution("a"), 0, live)
+        merge = rounds.close(0, live) or rounds.close(0, live, now=2.0)
+        assert merge is not None
+        assert merge.dropped == dropped
+        status = rounds.offer(contribution("b", parts=2), 1, live).status
+        assert status == ("refused" if dropped else "accepted")
+
+
+def test_weights_by_rate_favour_the_fast():
+    """tokens * tokens / steps: 40*40/4 against 40*40/8."""
+    rounds, live = Rounds(rules=Rules(weights="tokens_rate")), ["a", "b"]
+    for island, steps in (("a", 4), ("b", 8)):
+        rounds.offer(contribution(island, steps=steps, tokens=40), 0, live)
+    merge = rounds.close(0, live)
+    assert merge is not None
+    assert merge.weights == pytest.approx((2 / 3, 1 / 3))

@@ -72,6 +72,17 @@ class Run:
         return {record.body["version"]: record.body["digest"] for record in self.steps}
 
     @property
+    def fragment_digests(self) -> dict[tuple[int, int], str]:
+        """Digest of every version of every fragment."""
+        return {
+            (fragment, version): digest
+            for record in self.steps
+            for fragment, (version, digest) in enumerate(
+                zip(record.body["versions"], record.body["digests"], strict=True)
+            )
+        }
+
+    @property
     def state(self) -> LoadedOuter:
         """The newest outer state, as a later attempt would load it."""
         return load_outer(self.storage, load_records(self.storage))
@@ -197,7 +208,8 @@ class Lab:
 
     def hello(self, job: Job, island: str, **changes: Any) -> Hello:
         """What an island of this job says when it joins."""
-        parameters = parameter_fingerprint(initial_parameters(job, self.corpus.info.vocab_size))
+        initial = initial_parameters(job, self.corpus.info.vocab_size)
+        parameters = parameter_fingerprint({name: value.shape for name, value in initial.items()})
         fields = {"workers": 1, "device": "cpu", "versions": library_versions(), "parameters": parameters}
         return Hello(island, **fields | changes)
 

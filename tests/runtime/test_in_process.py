@@ -97,4 +97,4 @@ def test_whatever_happens_all_is_committed_once(lab: Any, seed: int) -> None:
         for error in run.outcome.errors.values():
             assert isinstance(error, OSError) or "not finite" in str(error), error
     last = lab.run(job, names).finished(total)
-    assert all(bool(value.isfinite().all()) for value in last.state.state.theta.values())
+    assert all(bool(value.isfinite().all()) for value in last.state.states[0].theta.values())

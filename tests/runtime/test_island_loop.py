@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elastic.base.config import Job
 from elastic.exchange.link import Link, Packet, Part
-from elastic.exchange.wire import unpack
+from elastic.exchange.wire import Wire
 from elastic.policy.schedule import lr_at
 from elastic.runtime.island_rank import IslandRank
 from elastic.state.initial import initial_parameters
@@ -86,7 +86,7 @@ def test_one_averaging_island_is_plain_training(lab: Any, sync_every: int) -> No
         def fetch(self, *arguments: Any) -> Any:
             packet = self.link.fetch(*arguments)
             if isinstance(packet, Packet):
-                published = {name: rows for name, (_, rows) in unpack(packet.tensors).items()}
+                published = as_fp32(packet.tensors)
                 seen.append((self.pending[0], self.pending[1], published))
             return packet
 
@@ -98,7 +98,7 @@ def test_one_averaging_island_is_plain_training(lab: Any, sync_every: int) -> No
             b, exact = base[name].double(), y.double()
             bound = UNIT_ROUNDOFF * ((b - exact).abs() * (1 + UNIT_ROUNDOFF) + exact.abs())
             assert ((published[name].double() - exact).abs() <= bound).all(), name
-    plain, theta = _plain(lab, job), run.state.state.theta
+    plain, theta = _plain(lab, job), run.state.states[0].theta
     worst = max(float((plain[name] - theta[name]).abs().max()) for name in plain)
     assert worst <= 1e-6
 
@@ -237,3 +237,8 @@ def test_moments_go_on_after_a_resume(lab: Any) -> None:
     lab.run(job, ("eu",), folder="cold", tamper={"eu": lab.after_step(5, stop)})
     cold = lab.run(job, ("eu",), folder="cold", tamper={"eu": forget}).finished(40)
     assert cold.digests != whole.digests
+
+
+def as_fp32(wire: Wire) -> dict[str, Tensor]:
+    """Whole tensors of an fp32 wire."""
+    return {name: torch.from_numpy(array.copy()) for name, (_, array) in wire.arrays.items()}

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from elastic.base.ranges import RangeSet
+from elastic.exchange.link import Basis
 from elastic.runtime.island_store import IslandStore, Saved
+from elastic.runtime.progress import Progress, Since, UnderWay
 from elastic.state.storage import Storage
 from elastic.training.group import Group
 
@@ -23,7 +25,22 @@ def _saved(inner: Any, step: int) -> Saved:
     parameters = {name: torch.full_like(rows, float(step)) for name, rows in inner.local().items()}
     moments = {name: (rows + 0.25, rows + 0.5) for name, rows in parameters.items()}
     held, rest = RangeSet([(0, 8), (20, 24)]), RangeSet([(8, 16)])
-    return Saved(3, step, 2, held, rest, 1.5, 192, 40 + step, parameters, moments)
+    name, rows = next(iter(parameters.items()))
+    sent = UnderWay(1, 1, 3, 3, 0, 5, 80, 5, RangeSet([(24, 28)]), 2.5)
+    progress = Progress(
+        versions=[4, 3],
+        position=7,
+        start=2,
+        since=[Since(2, 32, 1.5), Since(0, 0, 0.0)],
+        ahead=[2, 5],
+        held=[held, RangeSet()],
+        under_way=[sent],
+        sent_now=[1],
+        adopted_now=[0],
+        missed=RangeSet([(40, 44)]),
+        basis=Basis(160, 64, 1600),
+    )
+    return Saved(step, rest, 40 + step, parameters, moments, progress, {name: rows * 3})
 
 
 def test_what_is_saved_is_loaded(lab: Any) -> None:
@@ -35,8 +52,10 @@ def test_what_is_saved_is_loaded(lab: Any) -> None:
     store.save(saved, generation=1)
     loaded = _store(lab, inner, epoch=2).load()
     assert loaded is not None
-    for name in ("version", "step", "steps_since", "held", "rest", "loss_sum", "tokens", "adam_steps"):
+    for name in ("step", "rest", "adam_steps", "progress"):
         assert getattr(loaded, name) == getattr(saved, name), name
+    assert loaded.snapshots.keys() == saved.snapshots.keys()
+    assert all(torch.equal(loaded.snapshots[name], rows) for name, rows in saved.snapshots.items())
     for name, rows in saved.parameters.items():
         assert torch.equal(loaded.parameters[name], rows)
         for ours, theirs in zip(loaded.moments[name], saved.moments[name], strict=True):

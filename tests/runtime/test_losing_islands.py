@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.base.errors import ElasticError
-from elastic.runtime.island_loop import MAX_REFUSALS
 from elastic.runtime.island_rank import IslandRank
 from elastic.training.digest import digest
 
@@ -175,7 +173,7 @@ def test_a_delta_that_is_not_finite_is_refused_by_name(lab: Any) -> None:
     assert body["scale"] == 0.5
     entered = [e for e in run.events("island_joined") if e["island"] == "us"]
     assert entered[1]["digest"] == run.digests[2]
-    assert all(bool(value.isfinite().all()) for value in run.state.state.theta.values())
+    assert all(bool(value.isfinite().all()) for value in run.state.states[0].theta.values())
     lost = {position for start, stop in run.trained["us"][3:6] for position in range(start, stop)}
     assert _times_trained(run, 144) == {p: 2 if p in lost else 1 for p in range(144)}
 
@@ -199,27 +197,49 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(lab: Any) -> None:
     assert refused["island"] == "us"
     assert "not finite" in refused["reason"]
     assert run.outcome.endings == {"eu": "done", "us": "done"}
-    assert all(bool(value.isfinite().all()) for value in run.state.state.theta.values())
+    assert all(bool(value.isfinite().all()) for value in run.state.states[0].theta.values())
 
 
-def test_an_island_that_is_refused_again_and_again_fails(lab: Any) -> None:
-    """An island whose every delta is poisoned does not try for ever: it fails, and says why."""
+def _poisoned(rank: IslandRank) -> None:
+    """Every delta of the island holds a NaN."""
+    step = rank.inner.step
 
-    def always(rank: IslandRank) -> None:
-        step = rank.inner.step
+    def call(lr: float) -> None:
+        step(lr)
+        next(iter(rank.local().values()))[0, 0] = torch.nan if rank.phase.steps_since == 2 else 0.0
 
-        def call(lr: float) -> None:
-            step(lr)
-            next(iter(rank.local().values()))[0, 0] = torch.nan if rank.phase.steps_since == 2 else 0.0
+    rank.inner.step = call  # type: ignore[method-assign]
 
-        rank.inner.step = call  # type: ignore[method-assign]
 
-    run = lab.run(lab.job(sequences=144), tamper={"us": always}).finished(144, errors=("us",))
-    assert len(run.events("refused")) == MAX_REFUSALS
-    error = run.outcome.errors["us"]
-    assert isinstance(error, ElasticError)
-    assert "contributions of island us in a row were refused" in str(error)
-    assert "not finite" in str(error)
+def test_an_island_that_is_refused_again_and_again_is_quarantined(lab: Any) -> None:
+    """Three poisoned deltas in a row: it takes part no longer, is named, and the run finishes without it."""
+    run = lab.run(lab.job(sequences=144), tamper={"us": _poisoned}).finished(144)
+    assert len(run.events("refused")) == 3
+    (event,) = run.events("quarantined")
+    assert (event["island"], event["reason"]) == ("us", "its values are not finite")
+    assert run.outcome.endings == {"eu": "done", "us": "done"}
+    assert all(bool(value.isfinite().all()) for value in run.state.theta.values())
+
+
+def test_a_delta_of_absurd_length_is_refused_by_name(lab: Any) -> None:
+    """A delta a million times too long is finite, and still not merged; the island re-bases and goes on."""
+
+    def explode(rank: IslandRank) -> None:
+        if rank.step == 17 and not rank.refusals:  # the last step of the sixth period
+            next(iter(rank.local().values())).mul_(1e6)
+
+    run = lab.run(lab.job(sequences=192), tamper={"us": lab.after_step(18, explode)}).finished(192)
+    (refused,) = run.events("refused")
+    assert refused["island"] == "us"
+    assert "times the usual" in refused["reason"]
+    assert max(float(value.abs().max()) for value in run.state.theta.values()) < 100.0
+
+
+def test_a_run_whose_every_island_is_quarantined_fails(lab: Any) -> None:
+    """Nothing could ever be merged again: the run ends and says why."""
+    run = lab.run(lab.job(sequences=144), ("us",), tamper={"us": _poisoned})
+    assert "every island is quarantined" in run.snapshot.failure
+    assert "not finite" in run.snapshot.failure
 
 
 # ----------------------------------------------------------------------------------- coming

@@ -87,7 +87,7 @@ def test_the_last_validation_is_spread_and_equals_one_piece(lab: Any) -> None:
     assert all(judged.values())
     inner = lab.inner(job)
     for name, rows in inner.local().items():
-        rows.copy_(run.state.state.published[name])
+        rows.copy_(run.state.states[0].published[name])
     loss_sum, tokens = inner.evaluate(lab.corpus.validation.take(np.arange(count)))
     result = run.snapshot.validation
     assert result["loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)

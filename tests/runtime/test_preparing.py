@@ -33,7 +33,7 @@ def test_a_new_run_is_described(lab: Any) -> None:
     """Totals, blocks and prices are those that the synchronizer is told."""
     prepared = _prepare(lab, lab.job(sequences=100))
     assert (prepared.total_sequences, prepared.block_sequences) == (100, 16)
-    assert (prepared.version, prepared.committed, prepared.complete) == (0, 0, False)
+    assert (prepared.versions, prepared.committed, prepared.complete) == ((0,), 0, False)
     setup = prepared.setup(("eu",))
     assert setup == lab.setup(prepared.job, ("eu",), run=prepared.run, prices={"eu": 2.0})
     kinds = [kind for kind, _ in lab.facts]
@@ -47,7 +47,7 @@ def test_a_finished_run_has_nothing_left_to_do(lab: Any) -> None:
     done = lab.run(lab.job(sequences=48)).finished(48)
     same = _prepare(lab, lab.job(sequences=48), 2)
     assert same.complete
-    assert (same.committed, same.version, same.digest) == (48, done.snapshot.version, done.snapshot.digest)
+    assert (same.committed, same.versions, same.digest) == (48, done.snapshot.versions, done.snapshot.digest)
     assert same.validation == done.snapshot.validation
     assert _prepare(lab, lab.job(sequences=20), 3).complete
     larger = _prepare(lab, lab.job(sequences=96), 4)
@@ -71,7 +71,7 @@ def test_a_synchronous_run_may_be_continued_before_its_first_anchor(lab: Any) ->
     job = lab.job(preset="synchronous")
     _prepare(lab, job)
     lab.synchronizer(job)
-    assert _prepare(lab, job, 2).version == 0
+    assert _prepare(lab, job, 2).versions == (0,)
 
 
 def test_nobody_goes_back_into_the_synchronous_phase(lab: Any) -> None:

@@ -24,7 +24,7 @@ def _beat(step: int) -> Beat:
 def board(lab: Any) -> Board:
     """A board of two islands with prices, one of them joined."""
     setup = lab.setup(lab.job(), prices={"eu": 3.6, "us": 7.2})
-    made = Board(setup, 0, "outer", RangeSet(), {})
+    made = Board(setup, [0], "outer", RangeSet(), {})
     made.membership.join("us", 0.0)
     made.workers["us"] = 2
     return made

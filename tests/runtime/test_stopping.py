@@ -36,7 +36,7 @@ def _same(run: Any, undisturbed: Any) -> None:
     for counter in ("outer_steps", "synchronous_steps", "committed_tokens", "replayed_sequences"):
         assert run.snapshot.counters[counter] == undisturbed.snapshot.counters[counter], counter
     for part in ("theta", "momentum", "published"):
-        ours, theirs = getattr(run.state.state, part), getattr(undisturbed.state.state, part)
+        ours, theirs = getattr(run.state.states[0], part), getattr(undisturbed.state.states[0], part)
         assert digest(ours) == digest(theirs), part
     assert run.snapshot.validation["loss"] == undisturbed.snapshot.validation["loss"]
 
@@ -100,8 +100,8 @@ def test_six_outer_steps_equal_three_a_stop_and_three_more(lab: Any) -> None:
     assert half.snapshot.version in (3, 4)
     cut = lab.run(job, folder="cut").finished(192)
     assert cut.digests == whole.digests
-    assert digest(cut.state.state.momentum) == digest(whole.state.state.momentum)
-    assert any(bool(value.any()) for value in cut.state.state.momentum.values())
+    assert digest(cut.state.states[0].momentum) == digest(whole.state.states[0].momentum)
+    assert any(bool(value.any()) for value in cut.state.states[0].momentum.values())
     assert cut.snapshot.counters["outer_steps"] == whole.snapshot.counters["outer_steps"]
 
 

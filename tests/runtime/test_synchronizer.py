@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from elastic.base.errors import ConfigError, StorageError
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Beat, Entry, FencedError, Member, Packet, Part
-from elastic.exchange.wire import Wire, pack, unpack
+from elastic.exchange.wire import Wire, pack
 from elastic.runtime.synchronizer import Synchronizer
 from elastic.runtime.versions import library_versions, version_differences
 from elastic.training.digest import digest
@@ -61,7 +62,7 @@ def _both_in(lab: Any, job: Any, **setup: Any) -> tuple[Synchronizer, Entry]:
 
 
 def _values(wire: Wire) -> dict[str, Any]:
-    return {name: rows for name, (_, rows) in unpack(wire).items()}
+    return {name: torch.from_numpy(array.copy()) for name, (_, array) in wire.arrays.items()}
 
 
 # ------------------------------------------------------------------------------- who may join
@@ -114,7 +115,7 @@ def test_nobody_is_let_in_before_all_have_joined_or_begin_is_said(lab: Any) -> N
     assert synchronizer.enter(_member("eu"), hello, 0.05) is None
     synchronizer.begin()
     entry = _enter(synchronizer, hello)
-    assert (entry.version, entry.claimed, len(entry.leased)) == (0, False, 0)
+    assert (entry.versions[0], entry.claimed, len(entry.leased)) == (0, False, 0)
     assert digest(_values(entry.tensors)) == entry.digest == synchronizer.snapshot().digest
     assert synchronizer.snapshot().live == ("eu",)
 
@@ -126,13 +127,13 @@ def test_messages_of_an_older_generation_are_refused(lab: Any) -> None:
     """After a newer join nothing of the old incarnation is heard: leases, deltas, beats, judgements."""
     job = lab.job()
     synchronizer, entry = _both_in(lab, job)
-    work = synchronizer.lease(_member("us"), 0)
+    work = synchronizer.lease(_member("us"), (0,))
     assert synchronizer.join(lab.hello(job, "us")) == 2
     old = _member("us", 1)
     part = _part(old, _values(entry.tensors), positions=(work.start, work.start + 4))
     for call in (
         lambda: synchronizer.offer(part),
-        lambda: synchronizer.lease(old, 0),
+        lambda: synchronizer.lease(old, (0,)),
         lambda: synchronizer.fetch(old, "version", 0, 1, 0.0),
         lambda: synchronizer.enter(old, lab.hello(job, "us"), 0.0),
     ):
@@ -150,10 +151,10 @@ def test_a_lost_island_may_join_again(lab: Any) -> None:
     """Given up, but without a successor: its messages are refused, and it is told that it may come back."""
     job = lab.job()
     synchronizer, _ = _both_in(lab, job)
-    synchronizer.lease(_member("us"), 0)
+    synchronizer.lease(_member("us"), (0,))
     synchronizer.declare_lost("us", "its node is gone")
     with pytest.raises(FencedError, match="was given up: its node is gone") as caught:
-        synchronizer.lease(_member("us"), 0)
+        synchronizer.lease(_member("us"), (0,))
     assert not caught.value.superseded
     (lost,) = [fields for kind, fields in lab.facts if kind == "island_lost"]
     assert (lost["island"], lost["generation"], lost["reason"]) == ("us", 1, "its node is gone")
@@ -166,7 +167,7 @@ def test_a_silent_island_is_lost_and_nobody_waits_for_it(lab: Any) -> None:
     """Without a beat for `island_timeout_s` an island leaves the open round, which then closes."""
     job = lab.job(outer={"island_timeout_s": 1.0})
     synchronizer, entry = _both_in(lab, job)
-    work = synchronizer.lease(_member("eu"), 0)
+    work = synchronizer.lease(_member("eu"), (0,))
     synchronizer.offer(_part(_member("eu"), _values(entry.tensors), positions=(work.start, work.start + 4)))
 
     def closed() -> bool:
@@ -183,11 +184,11 @@ def test_an_island_that_is_out_of_data_still_beats(lab: Any) -> None:
     """Waiting for the others at the end is not death: the idle island is told to wait, and counts as in."""
     job = lab.job(sequences=10)
     synchronizer, _ = _both_in(lab, job)
-    assert synchronizer.lease(_member("eu"), 0).do == "batches"
-    assert synchronizer.lease(_member("us"), 0).do == "wait"
+    assert synchronizer.lease(_member("eu"), (0,)).do == "batches"
+    assert synchronizer.lease(_member("us"), (0,)).do == "wait"
     assert synchronizer.snapshot().live == ("eu",)
     assert synchronizer.beat(_member("us"), BEAT).fenced == ""
-    assert synchronizer.lease(_member("us"), 0).do == "wait"
+    assert synchronizer.lease(_member("us"), (0,)).do == "wait"
 
 
 # ----------------------------------------------------------------------------------- rounds
@@ -199,7 +200,7 @@ def test_a_round_by_hand(lab: Any) -> None:
     synchronizer, entry = _both_in(lab, job)
     base = _values(entry.tensors)
     for name, size, filled in (("eu", 12, 1.0), ("us", 4, -2.0)):
-        start = synchronizer.lease(_member(name), 0).start
+        start = synchronizer.lease(_member(name), (0,)).start
         delta = {key: rows * 0 + filled for key, rows in base.items()}
         receipt = synchronizer.offer(_part(_member(name), delta, positions=(start, start + size)))
         assert receipt.status == "accepted"
@@ -219,7 +220,7 @@ def test_repeated_and_partial_contributions(lab: Any) -> None:
     job = lab.job()
     synchronizer, entry = _both_in(lab, job)
     zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
-    synchronizer.lease(_member("eu"), 0)
+    synchronizer.lease(_member("eu"), (0,))
     parts = []
     for rank in (0, 1):
         rows = {
@@ -231,7 +232,7 @@ def test_repeated_and_partial_contributions(lab: Any) -> None:
     assert synchronizer.offer(parts[0]).status == "waiting-parts"
     assert synchronizer.offer(parts[0]).status == "duplicate"
     assert synchronizer.offer(parts[1]).status == "accepted"
-    start = synchronizer.lease(_member("us"), 0).start
+    start = synchronizer.lease(_member("us"), (0,)).start
     synchronizer.offer(_part(_member("us"), zeros, positions=(start, start + 4)))
     assert isinstance(synchronizer.fetch(_member("us"), "version", 0, 1, 10.0), Packet)
     assert synchronizer.offer(parts[1]).status == "duplicate"
@@ -243,10 +244,10 @@ def test_parts_of_a_lost_island_are_dropped(lab: Any) -> None:
     job = lab.job()
     synchronizer, entry = _both_in(lab, job)
     zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
-    synchronizer.lease(_member("us"), 0)
+    synchronizer.lease(_member("us"), (0,))
     half = _part(_member("us", rank=0, world_size=2), zeros, positions=(16, 20))
     assert synchronizer.offer(half).status == "waiting-parts"
-    synchronizer.lease(_member("eu"), 0)
+    synchronizer.lease(_member("eu"), (0,))
     synchronizer.offer(_part(_member("eu"), zeros, positions=(0, 4)))
     synchronizer.declare_lost("us", "killed")
     assert isinstance(synchronizer.fetch(_member("eu"), "version", 0, 1, 10.0), Packet)
@@ -261,7 +262,7 @@ def test_a_refused_delta_returns_its_data(lab: Any) -> None:
     """A delta announced as not finite is refused by name, and its positions are free again."""
     job = lab.job()
     synchronizer, entry = _both_in(lab, job)
-    work = synchronizer.lease(_member("us"), 0)
+    work = synchronizer.lease(_member("us"), (0,))
     part = _part(_member("us"), _values(entry.tensors), positions=(work.start, work.start + 4))
     receipt = synchronizer.offer(dataclasses.replace(part, rows=Wire("fp32", {}), finite=False))
     assert receipt.status == "refused"
@@ -277,7 +278,7 @@ def test_a_delta_of_an_older_version_is_refused(lab: Any) -> None:
     synchronizer, entry = _both_in(lab, job)
     zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
     for name in ("eu", "us"):
-        start = synchronizer.lease(_member(name), 0).start
+        start = synchronizer.lease(_member(name), (0,)).start
         synchronizer.offer(_part(_member(name), zeros, positions=(start, start + 4)))
     synchronizer.fetch(_member("us"), "version", 0, 1, 10.0)
     late = _part(_member("us"), zeros, positions=(20, 24), seq=7)
@@ -293,10 +294,10 @@ def test_a_restarted_island_goes_on_from_its_checkpoint(lab: Any) -> None:
     """At the version it trained from: what it trained and what it had leased are its own again, at once."""
     job = lab.job()
     synchronizer, _ = _both_in(lab, job)
-    synchronizer.lease(_member("us"), 0)  # positions 16..32
+    synchronizer.lease(_member("us"), (0,))  # positions 16..32
     synchronizer.declare_lost("us", "killed")
     held, rest = RangeSet([(16, 24)]), RangeSet([(24, 32)])
-    hello = lab.hello(job, "us", step=2, base_version=0, held=held, rest=rest)
+    hello = lab.hello(job, "us", step=2, bases=(0,), pending=(held,), rest=rest)
     assert synchronizer.join(hello) == 2
     entry = _enter(synchronizer, hello, 2)
     assert (entry.claimed, entry.leased) == (True, rest)
@@ -309,31 +310,31 @@ def test_an_older_checkpoint_keeps_its_lease_only(lab: Any) -> None:
     synchronizer, first = _both_in(lab, job)
     zeros = {key: rows * 0 for key, rows in _values(first.tensors).items()}
     for name in ("eu", "us"):
-        start = synchronizer.lease(_member(name), 0).start
+        start = synchronizer.lease(_member(name), (0,)).start
         synchronizer.offer(_part(_member(name), zeros, positions=(start, start + 12)))
     synchronizer.fetch(_member("eu"), "version", 0, 1, 10.0)
     synchronizer.leave(_member("us"), "stopped")
     synchronizer.leave(_member("eu"), "stopped")
     held, rest = RangeSet([(16, 28)]), RangeSet([(28, 32)])
-    hello = lab.hello(job, "us", step=3, base_version=0, held=held, rest=rest)
+    hello = lab.hello(job, "us", step=3, bases=(0,), pending=(held,), rest=rest)
     synchronizer.join(hello)
     entry = _enter(synchronizer, hello, 2)
-    assert (entry.version, entry.claimed, entry.leased) == (1, False, rest)
+    assert (entry.versions[0], entry.claimed, entry.leased) == (1, False, rest)
 
 
 def test_what_others_train_by_now_cannot_be_claimed(lab: Any) -> None:
     """Another island has taken a part of the old lease: no progress is kept, the rest of the lease is."""
     job = lab.job()
     synchronizer, _ = _both_in(lab, job)
-    synchronizer.lease(_member("us"), 0)  # 16..32
-    synchronizer.lease(_member("eu"), 0)  # 0..16
+    synchronizer.lease(_member("us"), (0,))  # 16..32
+    synchronizer.lease(_member("eu"), (0,))  # 0..16
     synchronizer.declare_lost("us", "killed")
-    assert synchronizer.lease(_member("eu"), 0).start == 16
+    assert synchronizer.lease(_member("eu"), (0,)).start == 16
     held, rest = RangeSet([(16, 24)]), RangeSet([(24, 40)])
-    hello = lab.hello(job, "us", step=2, base_version=0, held=held, rest=rest)
+    hello = lab.hello(job, "us", step=2, bases=(0,), pending=(held,), rest=rest)
     synchronizer.join(hello)
     board = synchronizer.board
-    assert board.claims["us"] is False
+    assert board.claims["us"] is None
     assert board.ledger.held("us", 2) == RangeSet([(32, 40)])
     board.ledger.check()
 
@@ -347,18 +348,18 @@ def test_nobody_enters_a_stretch_of_the_warm_up(lab: Any) -> None:
     synchronizer, entry = _both_in(lab, job)
     zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
     for name in ("eu", "us"):
-        start = synchronizer.lease(_member(name), 0).start
+        start = synchronizer.lease(_member(name), (0,)).start
         step = {"kind": "gradient", "seq": 1, "steps": 1, "to_step": 1}
         synchronizer.offer(_part(_member(name), zeros, positions=(start, start + 4), **step))
     assert isinstance(synchronizer.fetch(_member("eu"), "gradient", 0, 1, 10.0), Packet)
     synchronizer.declare_lost("us", "killed")
     rest = RangeSet([(20, 32)])
-    hello = lab.hello(job, "us", base_version=0, held=RangeSet(), rest=rest)
+    hello = lab.hello(job, "us", bases=(0,), pending=(RangeSet(),), rest=rest)
     assert synchronizer.join(hello) == 2
     assert synchronizer.enter(_member("us", 2), hello, 0.3) is None
     synchronizer.declare_lost("eu", "killed")
     entry = _enter(synchronizer, hello, 2)
-    assert (entry.version, entry.claimed, entry.leased, entry.gradient_step) == (0, False, rest, 1)
+    assert (entry.versions[0], entry.claimed, entry.leased, entry.gradient_step) == (0, False, rest, 1)
     board = synchronizer.board
     assert board.ledger.held("us", 2) == rest
     assert board.ledger.committed == RangeSet()
@@ -377,7 +378,7 @@ def test_a_gradient_that_is_redone_has_a_number_of_its_own(lab: Any) -> None:
     for generation in (1, 2):
         seq = 1 if generation == 1 else entry.gradient_step + 1
         for name in ("eu", "us"):
-            start = synchronizer.lease(_member(name, generation), 0).start
+            start = synchronizer.lease(_member(name, generation), (0,)).start
             step = {"kind": "gradient", "seq": seq, "base_version": seq - 1, "steps": 1, "to_step": 1}
             part = _part(_member(name, generation), zeros, positions=(start, start + 4), **step)
             assert synchronizer.offer(part).status == "accepted"
@@ -407,7 +408,7 @@ def test_what_the_storage_refuses_ends_the_run_resumably(lab: Any) -> None:
     synchronizer.store.log.append = refuse  # type: ignore[method-assign, assignment]
     zeros = {key: rows * 0 for key, rows in _values(entry.tensors).items()}
     for name in ("eu", "us"):
-        start = synchronizer.lease(_member(name), 0).start
+        start = synchronizer.lease(_member(name), (0,)).start
         synchronizer.offer(_part(_member(name), zeros, positions=(start, start + 4)))
     lab.until(lambda: synchronizer.snapshot().failure)
     view = synchronizer.snapshot()
@@ -435,5 +436,5 @@ def test_stopping_tells_every_island(lab: Any) -> None:
     assert not synchronizer.beat(_member("eu"), BEAT).stop
     synchronizer.stop("SIGTERM")
     assert synchronizer.beat(_member("eu"), BEAT).stop
-    assert synchronizer.lease(_member("us"), 0).do == "stop"
+    assert synchronizer.lease(_member("us"), (0,)).do == "stop"
     assert dict(synchronizer.snapshot().beats) == {"eu": BEAT}

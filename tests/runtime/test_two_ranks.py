@@ -60,7 +60,7 @@ def alone(lives: Any) -> Any:
 
 def _theta(folder: Path) -> dict[str, Tensor]:
     storage = Storage(folder)
-    return load_outer(storage, load_records(storage)).state.theta
+    return load_outer(storage, load_records(storage)).theta
 
 
 def _worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -75,7 +75,7 @@ def test_two_ranks_equal_one(lives: Any, alone: Any) -> None:
     assert (whole["codes"], whole["endings"], whole["finished"]) == ([0, 0], ["done", "done"], True)
     for counter in ("outer_steps", "synchronous_steps", "committed_tokens"):
         assert whole["counters"][counter] == alone.snapshot.counters[counter]
-    assert _worst(_theta(lab.folder / "run-whole"), alone.state.state.theta) <= 1e-5
+    assert _worst(_theta(lab.folder / "run-whole"), alone.state.states[0].theta) <= 1e-5
     assert whole["validation"]["loss"] == pytest.approx(alone.snapshot.validation["loss"], abs=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_a_run_of_two_ranks_continues_with_one(lives: Any, alone: Any) -> None:
     assert (stopped["version"], stopped["finished"]) == (2, False)
     run = lab.run(_job(lab), ("eu",), folder="run-stopped").finished(SEQUENCES)
     assert run.snapshot.counters["outer_steps"] == alone.snapshot.counters["outer_steps"]
-    assert _worst(run.state.state.theta, alone.state.state.theta) <= 1e-5
+    assert _worst(run.state.states[0].theta, alone.state.states[0].theta) <= 1e-5
 
 
 def test_ranks_that_are_fenced_apart_join_together(lives: Any) -> None:

@@ -63,16 +63,16 @@ def train(folder: Path, steps: int = 3, **job: Any) -> tuple[Storage, torch.nn.M
     write_run(storage, {"run": "run-1", "job": value.model_dump(mode="json"), "vocab_size": VOCAB})
     initial = {name: p.detach().clone() for name, p in parameters_of(model).items()}
     store = OuterStore.open(
-        storage, value, "run-1", 1, load_records(storage), lambda: initial,
+        storage, value, "run-1", 1, load_records(storage), lambda: [initial],
         {"total_sequences": 100, "block_sequences": 4}, lambda *entry: None,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     for version in range(1, steps + 1):
         delta = {name: 0.05 * torch.randn(t.shape, generator=generator) for name, t in initial.items()}
-        store.commit_outer(version, [], store.committed, delta, 1.0)
+        store.commit_outer(0, version, [], store.committed, delta, 1.0)
     with torch.no_grad():
         for name, parameter in parameters_of(model).items():
-            parameter.copy_(store.state.theta[name])
+            parameter.copy_(store.states[0].theta[name])
     return storage, model.eval()
 
 

@@ -49,7 +49,7 @@ def run_folder(path: Path) -> dict[str, torch.Tensor]:
     write_run(storage, {"run": "demo"})
     dealing = {"total_sequences": 1, "block_sequences": 1}
     lineage = load_records(storage)
-    OuterStore.open(storage, job(), "demo", 1, lineage, lambda: parameters, dealing, no_fall_back)
+    OuterStore.open(storage, job(), "demo", 1, lineage, lambda: [parameters], dealing, no_fall_back)
     return parameters
 
 

@@ -35,7 +35,7 @@ def _open(folder: Path, epoch: int = 1, **outer: Any) -> OuterStore:
     storage = Storage(folder)
     return OuterStore.open(
         storage, resolve_job(Job.model_validate(job)).value, "run-1", epoch, load_records(storage),
-        lambda: _draw(0), {"total_sequences": 100, "block_sequences": 4}, lambda *entry: None,
+        lambda: [_draw(0)], {"total_sequences": 100, "block_sequences": 4}, lambda *entry: None,
     )  # fmt: skip
 
 
@@ -43,11 +43,11 @@ def _steps(store: OuterStore, count: int) -> None:
     for _ in range(count):
         version = store.version + 1
         ranges = RangeSet([(4 * version, 4 * version + 4)])
-        store.commit_outer(version, [], ranges, _draw(version), 1.0)
+        store.commit_outer(0, version, [], ranges, _draw(version), 1.0)
 
 
 def _bits(store: OuterStore) -> tuple[str, str, str]:
-    state = store.state
+    state = store.states[0]
     return digest(state.theta), digest(state.momentum), digest(state.published)
 
 
@@ -61,7 +61,9 @@ def test_six_steps_equal_some_a_restart_and_the_rest(tmp_path: Path, before: int
     assert cut.version == before
     _steps(cut, 6 - before)
     assert _bits(cut) == _bits(whole)
-    assert digest(whole.state.theta) != digest(whole.state.published)  # bf16: there is something to carry on
+    assert digest(whole.states[0].theta) != digest(
+        whole.states[0].published
+    )  # bf16: there is something to carry on
     assert (cut.committed, cut.counters["outer_steps"]) == (whole.committed, 6)
     assert cut.counters["committed_tokens"] == 6 * 4 * 16
 
@@ -72,7 +74,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
     theta, momentum = _draw(0)["w"].double(), torch.zeros(5, 4, dtype=torch.float64)
     for version, scale in ((1, 1.0), (2, 0.5)):
         d = _draw(version)["w"].double() * scale
-        packet = store.commit_outer(version, [], RangeSet([(version, version + 1)]), _draw(version), scale)
+        packet = store.commit_outer(0, version, [], RangeSet([(version, version + 1)]), _draw(version), scale)
         momentum = 0.9 * momentum + d
         theta = theta - 0.7 * (d + 0.9 * momentum)
         assert float((packet["w"].double() - theta).abs().max()) <= 1e-6
@@ -83,7 +85,7 @@ def test_a_round_in_which_nobody_trained_moves_nothing(tmp_path: Path) -> None:
     store = _open(tmp_path)
     _steps(store, 1)
     bits = _bits(store)
-    store.commit_outer(2, [], RangeSet(), None, 0.0)
+    store.commit_outer(0, 2, [], RangeSet(), None, 0.0)
     assert (_bits(store)[:2], store.version) == (bits[:2], 2)
     assert _bits(_open(tmp_path, epoch=2)) == _bits(store)
 
@@ -94,7 +96,7 @@ def test_a_step_is_durable_before_anybody_hears_of_it(tmp_path: Path) -> None:
     _steps(store, 1)
     lineage = load_records(store.storage)
     assert lineage.records[-1].body["version"] == 1
-    assert digest(load_outer(store.storage, lineage).state.published) == store.digest
+    assert digest(load_outer(store.storage, lineage).states[0].published) == store.digest
 
     def refuse(*arguments: Any) -> None:
         raise StorageError("away")
@@ -113,9 +115,9 @@ def test_an_anchor_holds_the_moments(tmp_path: Path) -> None:
     moments |= {f"exp_avg_sq/{name}": value for name, value in _draw(8).items()}
     store.commit_anchor(1, [], RangeSet([(0, 40)]), _draw(5), moments, 10, "synchronous")
     again = _open(tmp_path, epoch=2)
-    assert digest(again.state.theta) == digest(_draw(5))
+    assert digest(again.states[0].theta) == digest(_draw(5))
     assert digest(again.moments) == digest(moments)
-    assert not any(value.any() for value in again.state.momentum.values())
+    assert not any(value.any() for value in again.states[0].momentum.values())
     assert (again.adam_steps, again.phase, again.counters["synchronous_steps"]) == (10, "synchronous", 10)
 
 

@@ -48,7 +48,7 @@ class Run:
         self.epoch += 1
         told = [] if told is None else told
         self.store = OuterStore.open(
-            self.storage, self.job, "run-1", self.epoch, load_records(self.storage), lambda: draw(0),
+            self.storage, self.job, "run-1", self.epoch, load_records(self.storage), lambda: [draw(0)],
             {"total_sequences": 400, "block_sequences": 4}, lambda *entry: told.append(entry),
         )  # fmt: skip
         return self.store
@@ -57,7 +57,7 @@ class Run:
         """One outer step."""
         version = self.store.version + 1
         ranges = RangeSet([(4 * version - 4, 4 * version)])
-        self.store.commit_outer(version, [], ranges, draw(version) if moved else None, 0.5)
+        self.store.commit_outer(0, version, [], ranges, draw(version) if moved else None, 0.5)
 
     def anchor(self) -> None:
         """A stretch of synchronous steps."""
@@ -96,15 +96,15 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path: Path, codec: 
         straight.step(moved)
         stopped.attempt()
         stopped.step(moved)
-        assert same(straight.store.state.theta, stopped.store.state.theta)
-        assert same(straight.store.state.momentum, stopped.store.state.momentum)
-        assert same(straight.store.state.published, stopped.store.state.published)
+        assert same(straight.store.states[0].theta, stopped.store.states[0].theta)
+        assert same(straight.store.states[0].momentum, stopped.store.states[0].momentum)
+        assert same(straight.store.states[0].published, stopped.store.states[0].published)
         assert straight.store.digest == stopped.store.digest
     loaded, told = stopped.load()
     assert told == []
     assert loaded.version == 11
     assert loaded.committed == RangeSet([(0, 44)])
-    assert any(bool(m.abs().sum()) for m in loaded.state.momentum.values())
+    assert any(bool(m.abs().sum()) for m in loaded.states[0].momentum.values())
 
 
 def test_an_anchor_brings_its_moments_back(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_anchor_brings_its_moments_back(tmp_path: Path) -> None:
     assert loaded.adam_steps == 10
     assert sorted(loaded.moments) == sorted(f"{m}/{p}" for m in ("exp_avg", "exp_avg_sq") for p in draw(0))
     assert same({k[8:]: v for k, v in loaded.moments.items() if k.startswith("exp_avg/")}, draw(100))
-    assert same(loaded.state.theta, run.store.state.theta)
+    assert same(loaded.states[0].theta, run.store.states[0].theta)
 
 
 def test_a_bad_snapshot_leads_to_the_one_before_and_says_so(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_bad_snapshot_leads_to_the_one_before_and_says_so(tmp_path: Path) -> N
     assert "not what its record says" in told[0][1]
     assert "v00000004" in told[0][2]
     assert loaded.version == 10
-    assert digest(loaded.state.published) == run.store.digest
+    assert digest(loaded.states[0].published) == run.store.digest
     assert loaded.committed == RangeSet([(0, 40)])
 
 
@@ -145,7 +145,7 @@ def test_a_bad_snapshot_with_a_bad_delta_is_redone(tmp_path: Path) -> None:
     run.damage(8, "snapshot")
     run.damage(8, "delta")
     loaded, _ = run.load()
-    assert digest(loaded.state.published) == seen[loaded.version]
+    assert digest(loaded.states[0].published) == seen[loaded.version]
     assert loaded.version == 7
     assert loaded.committed == RangeSet([(0, 28)])
     resumed = run.attempt()
@@ -196,9 +196,9 @@ def test_deltas_that_give_other_bits_are_not_used(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     for _ in range(5):
         run.step()
-    run.store.digest = "0" * 32
+    run.store.versions[0], run.store._sums[0] = 6, torch.zeros(2, dtype=torch.int64)
     run.store._commit(
-        "outer", 6, [], RangeSet(), _stored(run), {"scale": 0.5, "moved": True, **_optimiser(run)}
+        "outer", 0, 6, [], RangeSet(), _stored(run), {"scale": 0.5, "moved": True, **_optimiser(run)}
     )
     loaded, told = run.load()
     assert "other bits" in told[0][1]
@@ -211,8 +211,8 @@ def test_only_retained_files_remain_and_are_known(tmp_path: Path) -> None:
     for _ in range(18):
         run.step()
         loaded, _ = run.load()
-        assert sorted(name for _, _, name in loaded.kept) == run.storage.list("outer")
-        assert sum(what == "snapshot" for _, what, _ in loaded.kept) <= 2
+        assert sorted(name for _, _, _, name in loaded.kept) == run.storage.list("outer")
+        assert sum(what == "snapshot" for _, _, what, _ in loaded.kept) <= 2
         if run.store.version % 5 == 0:
             run.attempt()
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import elastic
 from elastic.base import config
 from elastic.base.errors import ElasticError
+from elastic.training.assemble import assemble
 from elastic.training.digest import digest
 from elastic.training.inner import Inner, NonFiniteGradient
 from elastic.training.model import build_model
-from elastic.training.outer import assemble
 
 pytestmark = pytest.mark.unit
 

@@ -1,64 +1,28 @@
-"""The two ways an island's steps reach the other islands, behind one small interface.
+"""Data parallel across islands on one rank: the gradient of every inner step is exchanged.
 
-`SynchronousPhase` exchanges the gradient of every inner step (the baseline, and the warm-up).
-`OuterPhase` takes inner steps alone and exchanges the delta of a whole period (DiLoCo).
-The loop holds one of them at a time and never asks which.
+It is the baseline and the warm-up (docs/design/0002-synchronous-phase.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from elastic.base.errors import DeadlineError
-from elastic.base.known import known
 from elastic.base.ranges import RangeSet
-from elastic.exchange.link import Donate, Packet, Part, Receipt
+from elastic.exchange.link import Donate, Packet, Part
 from elastic.exchange.wire import Wire, pack
-from elastic.policy.pacing import Pace
 from elastic.runtime.island_rank import IslandRank, RebaseError, StopAsked
+from elastic.runtime.phase import POLL_S, Stepped, adopted, tokens_of
+from elastic.runtime.progress import Progress
 from elastic.training.digest import partial_digest
 
-POLL_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Stepped:
-    """What one inner step did."""
-
-    loss_sum: float
-    """Training loss summed over this rank's share of the batch, nats."""
-    own_tokens: int
-    """Tokens of that share."""
-    tokens: int
-    """Tokens of the island's whole batch."""
-    grad_norm: float
-    """Global norm before clipping."""
-
-
-class Phase(Protocol):
-    """How inner steps reach the others. A Protocol so that the loop has no mode flags."""
-
-    name: str
-    version: int
-    """Version the local parameters started from."""
-    steps_since: int
-    """Inner steps since that version."""
-
-    def take_step(self, batch: np.ndarray, positions: tuple[int, int], lr: float) -> Stepped:
-        """One inner step on `batch` [B, T + 1], which are these positions of the order."""
-
-    def is_due(self) -> bool:
-        """Whether the islands must talk now."""
-
-    def may_stop(self) -> bool:
-        """Whether the island could save itself now and later go on from there."""
-
-    def synchronise(self) -> Packet:
-        """Hand in, wait for the next version, adopt it."""
+ALL_FRAGMENTS = -1
 
 
 def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number: int) -> Packet:
@@ -106,98 +70,6 @@ def await_reply(rank: IslandRank, kind: Literal["version", "gradient"], number: 
     return rank.everyone(as_agreed) if "number" in outcome else Donate()
 
 
-def adopted(rank: IslandRank, packet: Packet, tensors: dict[str, torch.Tensor], began: float) -> None:
-    """Check that what the ranks hold is what was published, and say so."""
-    digest = rank.digest_of(tensors)
-    if digest != packet.digest:
-        raise RuntimeError(
-            f"island {rank.name} holds version {packet.number} with digest {digest}, "
-            f"the synchronizer published {packet.digest}"
-        )
-    fields = {"version": packet.number, "fragment": packet.fragment, "digest": digest}
-    rank.emit("adopted", {**fields, "wait_s": round(rank.clock() - began, 4)})
-
-
-def tokens_of(batch: np.ndarray) -> int:
-    """Tokens that a batch [B, T + 1] predicts."""
-    return batch.shape[0] * (batch.shape[1] - 1)
-
-
-class OuterPhase:
-    """DiLoCo: inner steps alone, then `delta = base - local` of the period (DESIGN section 4)."""
-
-    name = "outer"
-
-    def __init__(
-        self, rank: IslandRank, version: int, base: dict[str, torch.Tensor], steps_since: int = 0
-    ) -> None:
-        self.rank, self.version, self.base, self.steps_since = rank, version, base, steps_since
-        self._pace = Pace(known(rank.job.outer.sync_every), fragments=1, overlap_steps=0)
-
-    def take_step(self, batch: np.ndarray, positions: tuple[int, int], lr: float) -> Stepped:
-        """Forward, backward, clip, AdamW."""
-        inner = self.rank.inner
-        loss = inner.gradient(batch)
-        grad_norm = inner.clip()
-        inner.step(lr)
-        self.steps_since += 1
-        return Stepped(float(loss.total), loss.tokens, tokens_of(batch), grad_norm)
-
-    def is_due(self) -> bool:
-        """After every `sync_every` inner steps."""
-        return bool(self._pace.adoptions_at(self.steps_since))
-
-    def may_stop(self) -> bool:
-        """At any time: its checkpoint holds the progress since the version."""
-        return True
-
-    def synchronise(self) -> Packet:
-        """Send the delta, wait for the next version, adopt it."""
-        rank = self.rank
-        held = RangeSet.from_json(rank.group.share(lambda: rank.feed.held.to_json()))
-        with torch.no_grad():
-            delta = {name: self.base[name] - rows for name, rows in rank.local().items()}
-        part = Part(
-            member=rank.me,
-            kind="delta",
-            fragment=0,
-            seq=self.version,
-            base_version=self.version,
-            from_step=rank.step - self.steps_since,
-            to_step=rank.step,
-            tokens=rank.tokens,
-            steps=self.steps_since,
-            ranges=held,
-            rows=Wire("fp32", {}),
-            loss_sum=rank.loss_sum,
-            finite=all(bool(torch.isfinite(rows).all()) for rows in delta.values()),
-        )
-        began = rank.clock()
-        sending = rank.sender.submit(self._send, part, delta)
-        rank.settle(lambda: sending.result(timeout=rank.job.outer.sync_timeout_s))
-        packet = await_packet(rank, "version", self.version + 1)
-        self._adopt(packet)
-        adopted(rank, packet, self.base, began)
-        return packet
-
-    def _send(self, part: Part, delta: dict[str, torch.Tensor]) -> Receipt:
-        # A non-finite delta is announced, not sent: the synchronizer refuses it by name.
-        if part.finite:
-            part = dataclasses.replace(part, rows=pack(self.rank.placed(delta), self.rank.job.outer.codec_up))
-        return self.rank.link.offer(part)
-
-    def _adopt(self, packet: Packet) -> None:
-        """`local = base = published_new` (overlap 0, alpha 0: classic DiLoCo)."""
-        rank, news = self.rank, self.rank.own_rows(packet.tensors)
-        with torch.no_grad():
-            for name, local in rank.local().items():
-                # A packet is a step from the version before (decode, then add), or the whole.
-                self.base[name] = news[name] if packet.base_version == -1 else self.base[name] + news[name]
-                local.copy_(self.base[name])
-        self.version, self.steps_since = packet.number, 0
-        rank.feed.hand_in()
-
-
 class SynchronousPhase:
     """Data parallel across islands: the merged mean gradient, stepped by identical AdamW.
 
@@ -209,9 +81,16 @@ class SynchronousPhase:
     name = "synchronous"
 
     def __init__(self, rank: IslandRank, version: int, gradient_step: int) -> None:
-        self.rank, self.version, self.steps_since = rank, version, 0
+        self.rank, self.steps_since = rank, 0
+        self.versions = [version] * len(rank.fragments)
         self._gradient_step = gradient_step
+        self._tokens, self._loss_sum = 0, 0.0
         self._anchor_due = False
+
+    @property
+    def version(self) -> int:
+        """That every fragment has reached."""
+        return self.versions[0]
 
     def take_step(self, batch: np.ndarray, positions: tuple[int, int], lr: float) -> Stepped:
         """Exchange the gradient; clip the merged mean by its own norm; AdamW."""
@@ -232,7 +111,9 @@ class SynchronousPhase:
         inner.step(lr)
         self._gradient_step, self._anchor_due = number, packet.anchor
         self.steps_since += 1
-        return Stepped(float(loss.total), loss.tokens, tokens_of(batch), packet.grad_norm)
+        stepped = Stepped(float(loss.total), loss.tokens, tokens_of(batch), packet.grad_norm)
+        self._tokens, self._loss_sum = self._tokens + stepped.tokens, self._loss_sum + stepped.loss_sum
+        return stepped
 
     def is_due(self) -> bool:
         """When the synchronizer asked for an anchor with the last gradient."""
@@ -242,10 +123,10 @@ class SynchronousPhase:
         """Between stretches only: what the islands do in a stretch becomes durable with its anchor."""
         return self.steps_since == 0
 
-    def synchronise(self) -> Packet:
+    def synchronise(self) -> Iterator[Packet]:
         """Hand in the digest, and the tensors if this island is the donor; adopt the new version."""
         rank, began = self.rank, self.rank.clock()
-        part = self._part("anchor", self.version + 1, rank.tokens, RangeSet(), rank.loss_sum)
+        part = self._part("anchor", self.version + 1, self._tokens, RangeSet(), self._loss_sum)
         own = [partial_digest(rank.placed(rank.local())), partial_digest(self._moments())]
         part = dataclasses.replace(part, partial_digest=tuple(torch.cat(own).tolist()))
         rank.settle(lambda: rank.link.offer(part))
@@ -254,10 +135,31 @@ class SynchronousPhase:
             whole = dataclasses.replace(part, rows=self._state())
             rank.settle(lambda: rank.link.offer(whole))
             packet = await_packet(rank, "version", self.version + 1)
-        adopted(rank, packet, rank.local(), began)
-        self.version, self.steps_since, self._anchor_due = packet.number, 0, False
-        rank.feed.hand_in()
-        return packet
+        adopted(rank, packet, ALL_FRAGMENTS, rank.digest_of(rank.local()), rank.clock() - began)
+        self.versions = [packet.number] * len(self.versions)
+        self.steps_since, self._anchor_due = 0, False
+        self._tokens, self._loss_sum = 0, 0.0
+        rank.feed.let_go()
+        yield packet
+
+    def flush(self) -> Iterator[Packet]:
+        """As always: the stretch ends with an anchor."""
+        return self.synchronise()
+
+    def abandon(self) -> None:
+        """Nothing is under way between two calls."""
+
+    def progress(self) -> Progress:
+        """For a checkpoint: between stretches there is nothing but the version."""
+        return Progress(list(self.versions), basis=self.rank.basis)
+
+    def snapshots(self) -> dict[str, torch.Tensor]:
+        """None: nothing is under way."""
+        return {}
+
+    def outer_values(self) -> AbstractContextManager[None]:
+        """The local values are the outer ones."""
+        return nullcontext()
 
     def _part(
         self, kind: Literal["gradient", "anchor"], seq: int, tokens: int, ranges: RangeSet, loss_sum: float

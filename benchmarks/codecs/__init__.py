@@ -1,0 +1,1 @@
+"""How fast the codecs encode and decode, against a plain copy of the same bytes."""

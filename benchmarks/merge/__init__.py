@@ -1,0 +1,1 @@
+"""How fast a synchronizer shard merges, against memory bandwidth."""
