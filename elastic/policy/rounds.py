@@ -1,9 +1,12 @@
-"""When an outer step happens, what goes into it, and with which weights.
+"""When an outer step happens and what goes into it.
 
 One state machine for every fragment, with no clock, no tensors and no network: the synchronizer
 feeds it the headers of contributions and asks whether a round closes. It also counts the inner
 steps of the synchronous phase, where the contributions are gradients (a second `Rounds` of kind
-"gradient", whose version is the number of the step). Nothing depends on the order of arrival.
+"gradient", whose version is the number of the step). What merges does not depend on the order of arrival.
+
+Every contribution has one fate: it merges, or is refused or dropped by name, or still waits. Once that is
+decided, its repeats are answered in the same way and change nothing.
 """
 
 from __future__ import annotations
@@ -11,79 +14,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from elastic.base.known import known
 from elastic.base.ranges import RangeSet
+from elastic.policy.open_round import OpenRound, Receipt
+from elastic.policy.weighing import Contribution, Kind, Rules, scale_of, weights_of
 
-Kind = Literal["delta", "gradient"]
-Weights = Literal["tokens", "uniform", "tokens_rate"]
-TURNS_KEPT = 64
-"""Merged contributions of an island that are remembered, to know a repeated one."""
-Turn = tuple[int, int]
-"""(generation, seq): tells the contributions of one island to one fragment apart, and orders them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """When a round closes and how its contributions are weighted (DESIGN section 4)."""
-
-    weights: Weights = "tokens"
-    """`tokens_rate`: tokens * tokens / steps (Decoupled DiLoCo, arXiv 2604.21428)."""
-    quorum: int | None = None
-    """Islands that must be in; None: all live ones. Never more than live."""
-    grace_s: float = 0.0
-    """Longest wait for the rest once the quorum is in."""
-    staleness_discount: float = 0.0
-    """Weight of a contribution s versions late: 1 / (1 + staleness_discount * s)."""
-    max_staleness: int = 0
-    """Later ones are refused."""
-    partial: Literal["share", "full"] = "share"
-    """When live islands are missing: scale the step by the share of the tokens, or not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """The header of what an island sends for one fragment; each of its `parts` ranks sends a part.
-
-    All ranks send the same header. `tokens`, `steps` and `ranges` are those of the whole island
-    since its last contribution to this fragment; all may be zero or empty.
-    """
-
-    island: str
-    generation: int
-    fragment: int
-    seq: int
-    """Rises by contribution within a generation; a repeated message has the same."""
-    base_version: int
-    """Version of the fragment from which the delta starts, or the step of the gradient."""
-    from_step: int
-    to_step: int
-    tokens: int
-    steps: int
-    ranges: RangeSet
-    parts: int
-    kind: Kind = "delta"
-
-    @property
-    def id(self) -> str:
-        """The name that records and refusals use."""
-        return f"{self.island}/{self.generation}/{self.fragment}/{self.seq}"
-
-    @property
-    def turn(self) -> Turn:
-        """Its place among the island's contributions to this fragment."""
-        return self.generation, self.seq
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """The answer to one part. `dropped`: ids whose parts are void now; the holder frees them."""
-
-    status: Literal["accepted", "waiting-parts", "duplicate", "refused"]
-    reason: str = ""
-    dropped: tuple[str, ...] = ()
+DEFAULT_RULES = Rules()
+ROUNDS_KEPT = 4
+"""Closed rounds of a fragment that are remembered, to answer a message that comes again: these, or as many
+as `max_staleness` if that is more. What was settled before is too late to be accepted again."""
 
 
 @dataclass(frozen=True)
@@ -113,55 +53,18 @@ class Merge:
         return sum(contribution.tokens for contribution in self.contributions)
 
 
-@dataclass
-class _Arriving:
-    header: Contribution
-    ranks: set[int] = field(default_factory=set)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.ranks) == self.header.parts
-
-
-@dataclass
-class _Open:
-    """The open round of one fragment."""
-
-    arriving: dict[str, dict[Turn, _Arriving]] = field(default_factory=dict)
-    """By island; contributions whose parts come in."""
-    refused: dict[str, dict[Turn, tuple[Contribution, str]]] = field(default_factory=dict)
-    """By island; contributions refused for their values, and why."""
-    answered: set[str] = field(default_factory=set)
-    """Islands that have answered in their current generation: with a complete contribution to this round
-    (a late one to an earlier round is no answer), or with one that was refused for its values."""
-    patience_s: float = math.inf
-    """The earliest time at which one of those that wait must adopt."""
-    full_s: float | None = None
-    """When the quorum was in."""
-
-    def headers(self, *, complete: bool) -> list[Contribution]:
-        """Headers of complete or of incomplete ones, sorted by island, generation and seq."""
-        items = (item for _, turns in sorted(self.arriving.items()) for _, item in sorted(turns.items()))
-        return [item.header for item in items if item.complete == complete]
-
-    def drop_incomplete(self, island: str, before: Turn | None = None) -> tuple[str, ...]:
-        """Forget incomplete contributions of an island (those older than `before`); their ids."""
-        turns = self.arriving.get(island, {})
-        void = [turn for turn, item in turns.items() if not item.complete and (not before or turn < before)]
-        return tuple(turns.pop(turn).header.id for turn in void)
-
-
 class Rounds:
     """The open rounds of all fragments.
 
     `versions`: where each fragment stands, after a restart. `kind`: what this instance takes. Times are
-    those of the caller's own clock; islands state durations only.
+    those of the caller's own clock; islands state durations only. `live` may be any collection; where
+    there are many islands give a set, a list is looked through for each contribution.
     """
 
     def __init__(
         self,
         fragments: int = 1,
-        rules: Rules = Rules(),
+        rules: Rules = DEFAULT_RULES,
         versions: Sequence[int] | None = None,
         kind: Kind = "delta",
     ) -> None:
@@ -169,10 +72,13 @@ class Rounds:
         if len(self._versions) != fragments:
             raise ValueError(f"{fragments} fragments, but {len(self._versions)} versions")
         self._rules, self._kind = rules, kind
-        self._open = [_Open() for _ in range(fragments)]
-        self._merged: list[dict[str, deque[Turn]]] = [{} for _ in range(fragments)]
+        self._floors = [0] * fragments
+        """Deltas from earlier versions are refused, however late they may be."""
+        self._open = [OpenRound(rules) for _ in range(fragments)]
+        kept = max(ROUNDS_KEPT, rules.max_staleness)
+        self._closed: list[deque[OpenRound]] = [deque(maxlen=kept) for _ in range(fragments)]
         self._tokens: list[dict[str, int]] = [{} for _ in range(fragments)]
-        """By fragment: tokens of each island's newest merged contribution."""
+        """By fragment: tokens of each island's last merged contribution; with a quorum only."""
         self._generations: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------ reading
@@ -184,20 +90,20 @@ class Rounds:
 
     def waiting_for(self, fragment: int, live: Collection[str]) -> list[str]:
         """Live islands whose answer the open round still lacks, sorted."""
-        return sorted(set(live) - self._open[fragment].answered)
+        return sorted(set(live).difference(self._open[fragment].answered))
 
     def pending_ranges(self, island: str) -> RangeSet:
         """Data of the island's complete contributions that a coming merge will take in.
 
         With several fragments: what is complete in any of them.
         """
-        items = (item for opened in self._open for item in opened.arriving.get(island, {}).values())
-        return RangeSet(pair for item in items if item.complete for pair in item.header.ranges)
+        headers = (header for opened in self._open for header in opened.complete.get(island, ()))
+        return RangeSet(pair for header in headers for pair in header.ranges)
 
     def next_deadline(self) -> float | None:
-        """When the first grace that is running ends; None if none is."""
+        """When the first grace that is running ends, at which `close` may succeed; None if none is."""
         running = [opened for opened in self._open if opened.full_s is not None]
-        return min((self._deadline(opened) for opened in running), default=None)
+        return min((opened.deadline for opened in running), default=None)
 
     # ----------------------------------------------------------------------------- changing
 
@@ -208,22 +114,23 @@ class Rounds:
         """
         self._generations[island] = max(generation, self._generations.get(island, 0))
         for opened in self._open:
-            opened.answered.discard(island)
+            opened.take_back(island)
         return self.withdraw(island)
 
     def withdraw(self, island: str) -> tuple[str, ...]:
         """Drop the incomplete contributions of a lost island; returns their ids."""
-        return tuple(name for opened in self._open for name in opened.drop_incomplete(island))
+        return tuple(header.id for opened in self._open for header in opened.take_incomplete(island))
 
     def advance(self, fragment: int, version: int) -> tuple[str, ...]:
         """The fragment got this version by other means (the end of a synchronous stretch).
 
-        Whatever waits in its open round started from an older one and is void; its ids are returned.
+        Whatever started from an older one is void; the ids of what waits in the open round are returned.
         """
-        headers = self._open[fragment].headers
-        void = tuple(header.id for header in [*headers(complete=True), *headers(complete=False)])
-        self._versions[fragment], self._open[fragment] = version, _Open()
-        return void
+        opened = self._open[fragment]
+        void = [*opened.sorted_complete(), *(item.header for item in opened.sorted_incomplete())]
+        self._versions[fragment] = self._floors[fragment] = version
+        self._open[fragment] = OpenRound(self._rules)
+        return tuple(header.id for header in void)
 
     def offer(
         self,
@@ -241,73 +148,54 @@ class Rounds:
         blocks.0.norm"); the whole contribution is refused then, and the island counts as having
         answered, so that the others do not wait for it.
         """
-        header = contribution
-        reason = self._misfit(header, rank)
-        if reason:
+        header, island, fragment = contribution, contribution.island, contribution.fragment
+        if reason := self._misfit(header, rank):
             return Receipt("refused", reason)
-        opened, turn = self._open[header.fragment], header.turn
-        if turn in self._merged[header.fragment].get(header.island, ()):
-            return Receipt("duplicate")
-        refused = opened.refused.get(header.island, {}).get(turn)
-        if refused:
-            return Receipt("refused", refused[1])
-        reason = self._untimely(header, live)
-        if reason:
+        opened, version = self._open[fragment], self._versions[fragment]
+        # Only the open round can hold a contribution that starts from the current version.
+        maybe = island in opened.complete or opened.void or header.base_version != version
+        if maybe and (receipt := self._repeated(header)) is not None:
+            return receipt
+        if reason := self._untimely(header, live):
             return Receipt("refused", reason)
-        turns = opened.arriving.setdefault(header.island, {})
-        item = turns.get(turn) or _Arriving(header)
-        if not problem and item.header != header:
-            problem = "its parts disagree about the header"
-        if problem:
-            reason = f"contribution {header.id}, rank {rank}: {problem}"
-            opened.refused.setdefault(header.island, {})[turn] = header, reason
-            opened.answered.add(header.island)
-            return Receipt("refused", reason, (header.id,) if turns.pop(turn, None) else ())
-        if rank in item.ranks:
-            return Receipt("duplicate")
-        turns[turn] = item
-        item.ranks.add(rank)
-        if not item.complete:
-            return Receipt("waiting-parts")
-        if header.base_version == self._versions[header.fragment]:
-            opened.answered.add(header.island)
-            opened.patience_s = min(opened.patience_s, now + slack_s)
-            quorum = self._rules.quorum
-            if quorum is not None and len(opened.answered) >= min(quorum, len(live)):
-                opened.full_s = now if opened.full_s is None else opened.full_s
-        return Receipt("accepted", dropped=opened.drop_incomplete(header.island, before=turn))
+        receipt = opened.take(header, rank, problem)
+        if receipt.status == "refused":
+            opened.answer(island, math.inf, live, now)
+        elif receipt.status == "accepted" and header.base_version == version:
+            opened.answer(island, now + slack_s, live, now)
+        return receipt
 
     def close(self, fragment: int, live: Collection[str], now: float = 0.0) -> Merge | None:
         """The merge that is due now, or None.
 
         It is due when every live island has answered, or when the quorum has and the grace for the rest
-        is over. An island that is not live is not waited for; what it handed in completely still merges.
+        is over. An island that is not live is not waited for; what it handed in completely while it was
+        still merges.
         """
         opened = self._open[fragment]
-        if not self._is_due(opened, live, now):
+        if not opened.is_due(live, now) or not (opened.complete or opened.refused):
             return None
-        complete = opened.headers(complete=True)
-        if not complete and not opened.refused:
-            return None
-        version, self._versions[fragment] = self._versions[fragment], self._versions[fragment] + 1
-        for header in complete:
-            turns = self._merged[fragment].setdefault(header.island, deque(maxlen=TURNS_KEPT))
-            turns.append(header.turn)
-        scale = self._scale(fragment, complete, live)
-        for header in complete:
-            self._tokens[fragment][header.island] = header.tokens
-        self._open[fragment], dropped = self._carried(fragment)
-        weights = self._weights(complete, version)
+        merged, version = opened.sorted_complete(), self._versions[fragment]
+        self._versions[fragment] = version + 1
+        weights, scale = weights_of(merged, version, self._rules), 1.0
+        if self._kind == "delta" and self._rules.partial == "share":
+            refused = {island: header.tokens for island, header in opened.refused.items()}
+            scale = scale_of(opened.complete, live, refused, self._tokens[fragment])
+        if self._rules.quorum is not None:
+            self._tokens[fragment].update([(header.island, header.tokens) for header in merged])
+        self._open[fragment], dropped = opened.following(self._oldest(fragment))
+        opened.incomplete, opened.answered = {}, {}
+        self._closed[fragment].append(opened)
         return Merge(
             fragment=fragment,
             version=version + 1,
-            contributions=tuple(complete),
+            contributions=tuple(merged),
             weights=weights,
             scale=scale if any(weights) else 0.0,
             dropped=dropped,
         )
 
-    # ------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------- whether it fits
 
     def _misfit(self, header: Contribution, rank: int) -> str:
         """Why this can never be a part of one of our rounds; empty if it can."""
@@ -319,6 +207,12 @@ class Rounds:
             return f"{header.id} has {header.parts} parts, no rank {rank}"
         return ""
 
+    def _repeated(self, header: Contribution) -> Receipt | None:
+        """The answer if the contribution is complete, merged or void already."""
+        rounds = (self._open[header.fragment], *reversed(self._closed[header.fragment]))
+        receipts = (opened.receipt(header.island, header.turn) for opened in rounds)
+        return next((receipt for receipt in receipts if receipt is not None), None)
+
     def _untimely(self, header: Contribution, live: Collection[str]) -> str:
         """Why this cannot be merged now; empty if it can."""
         current = self._generations.get(header.island, 0)
@@ -326,77 +220,15 @@ class Rounds:
             return f"generation {header.generation} of island {header.island} is over, {current} is current"
         if header.island not in live:
             return f"{header.id}: island {header.island} is not live"
-        version = self._versions[header.fragment]
-        late, most = version - header.base_version, self._rules.max_staleness
-        if late < 0 or late > most:
-            allowed = f"; at most {most} versions late is allowed" if most and late > 0 else ""
-            return f"{header.id} starts from version {header.base_version}, {version} is current{allowed}"
-        return ""
+        base, version = header.base_version, self._versions[header.fragment]
+        if base == version:
+            return ""
+        most = self._rules.max_staleness
+        if self._oldest(header.fragment) <= base < version:
+            return ""
+        allowed = f"; at most {most} versions late is allowed" if most and base < version else ""
+        return f"{header.id} starts from version {base}, {version} is current{allowed}"
 
-    def _is_due(self, opened: _Open, live: Collection[str], now: float) -> bool:
-        quorum = self._rules.quorum
-        if len(opened.answered) < (len(live) if quorum is None else min(quorum, len(live))):
-            return False
-        missing = sum(name not in opened.answered for name in live)
-        if not missing:
-            return True
-        if quorum is None or len(live) - missing < min(quorum, len(live)):
-            opened.full_s = None
-            return False
-        opened.full_s = now if opened.full_s is None else opened.full_s
-        return now >= self._deadline(opened)
-
-    def _deadline(self, opened: _Open) -> float:
-        """The end of a grace that is running: never beyond what those that wait can spare."""
-        return min(known(opened.full_s) + self._rules.grace_s, max(opened.patience_s, known(opened.full_s)))
-
-    def _carried(self, fragment: int) -> tuple[_Open, tuple[str, ...]]:
-        """The next round, with the incomplete contributions that may still come; ids of the others."""
-        following, void = _Open(), []
-        for island, turns in self._open[fragment].arriving.items():
-            for turn, item in turns.items():
-                if item.complete:
-                    continue
-                if self._versions[fragment] - item.header.base_version > self._rules.max_staleness:
-                    void.append(item.header)
-                else:
-                    following.arriving.setdefault(island, {})[turn] = item
-        void.sort(key=lambda header: (header.island, header.turn))
-        return following, tuple(header.id for header in void)
-
-    def _scale(self, fragment: int, merged: list[Contribution], live: Collection[str]) -> float:
-        """Merged tokens over those expected of the live islands; a mean gradient is never scaled.
-
-        A live island that is not merged counts with the tokens that it announced if its values were
-        refused, else with those of its last contribution to the fragment, else with the mean of the merged.
-        """
-        if self._kind == "gradient" or self._rules.partial == "full":
-            return 1.0
-        opened = self._open[fragment]
-        there = {header.island for header in merged}
-        tokens = sum(header.tokens for header in merged)
-        usual = tokens / len(there) if there else 0.0
-        expected = float(tokens)
-        for island in {*live, *opened.refused} - there:
-            turns = opened.refused.get(island)
-            known_tokens = self._tokens[fragment].get(island, usual)
-            expected += turns[max(turns)][0].tokens if turns else known_tokens
-        return tokens / expected if expected else 1.0
-
-    def _weights(self, headers: list[Contribution], version: int) -> tuple[float, ...]:
-        """Weights at `version`; an island that took no step weighs nothing under any rule."""
-        raw = [_raw_weight(header, self._rules.weights) for header in headers]
-        total = sum(raw)
-        if not total:
-            return tuple(0.0 for _ in raw)
-        discount = self._rules.staleness_discount
-        late = [version - header.base_version for header in headers]
-        return tuple(weight / total / (1.0 + discount * s) for weight, s in zip(raw, late, strict=True))
-
-
-def _raw_weight(header: Contribution, rule: Weights) -> float:
-    if rule == "uniform":
-        return float(header.steps > 0)
-    if rule == "tokens_rate":
-        return header.tokens * header.tokens / header.steps if header.steps else 0.0
-    return header.tokens
+    def _oldest(self, fragment: int) -> int:
+        """The oldest version from which a contribution may start."""
+        return max(self._versions[fragment] - self._rules.max_staleness, self._floors[fragment])

@@ -110,6 +110,7 @@ def _simulated(fleet: Fleet, signals: StopSignals) -> Iterator[str]:
     try:
         with _our_handlers(signals):
             _add_nodes(cluster, fleet, signals)
+        signals.check()  # a signal to the whole process group has ended the head too: nobody would answer
         yield known(cluster.address)
     finally:
         session = cluster.head_node.session_name if cluster.head_node else ""

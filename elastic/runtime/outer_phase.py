@@ -211,8 +211,9 @@ class OuterPhase:
         return [p for p in due if p not in self._flights and self._sent_at.get(p) != self._position]
 
     def _adoptions(self) -> list[int]:
+        # What a flush has handed in out of turn, and adopted, is not under way at its due step.
         due = self._pace.adoptions_at(self._position, self._start)
-        return [p for p in due if self._adopted_at.get(p) != self._position]
+        return [p for p in due if p in self._flights and self._adopted_at.get(p) != self._position]
 
     def _send_due(self) -> None:
         for fragment in self._snapshots():

@@ -73,7 +73,7 @@ def test_a_scripted_run_gives_the_published_numbers(name: str) -> None:
             _assert_close(local, expected, f"island {island}, step {step}")
 
 
-@pytest.mark.parametrize("name", ["average", "diloco_tokens", "streaming_overlap"])
+@pytest.mark.parametrize("name", ["average", "diloco_tokens", "streaming_overlap", "keep_progress"])
 def test_the_real_worker_and_synchronizer_give_the_published_numbers(name: str) -> None:
     """`elastic replay`: the whole path, with threads, records and packets, is within 1e-6 as well."""
     scenario = load_scenario(Path(__file__).parent / f"{name}.json")

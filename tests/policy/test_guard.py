@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
 from elastic.policy.guard import NEEDED, Guard
@@ -54,3 +57,46 @@ def test_only_refusals_in_a_row_lead_to_quarantine():
     guard.refused("b")
     assert guard.is_quarantined("b")
     assert not guard.is_quarantined("a")
+
+
+@pytest.mark.parametrize("length", [math.nan, math.inf])
+def test_a_length_that_is_no_number_is_refused_at_once(length):
+    """Also while nothing is known yet: it would be the usual length from then on."""
+    assert Guard().judge(0, length) == f"its length is {length}"
+
+
+def test_the_first_steps_of_a_warm_up_are_no_explosion():
+    """Four islands, a rate that rises from 1 to 500 parts in 500 rounds: the median is 4 rounds old."""
+    _fed([float(number) for number in range(1, 501) for _ in range(4)], limit=3.0)
+
+
+def test_one_explosion_does_not_change_what_is_usual():
+    """Only accepted lengths count, and a median does not follow one that slipped through."""
+    guard = _fed([1.0] * NEEDED + [9.0], limit=10.0)
+    assert guard.judge(0, 10.0) == ""
+    assert guard.judge(0, 10.1) != ""
+
+
+def test_a_released_island_has_as_many_tries_as_before():
+    """Three refusals, release, two more: not quarantined; all five are counted."""
+    guard = Guard()
+    for _ in range(3):
+        guard.refused("b")
+    guard.release("b")
+    for _ in range(2):
+        guard.refused("b")
+    assert not guard.is_quarantined("b")
+    assert guard.refusals == {"b": 5}
+
+
+def test_a_restored_guard_judges_as_before():
+    """Through JSON: the usual lengths, the refusals in a row and those in all."""
+    before = _fed([1.0, 2.0, 3.0, 4.0], limit=10.0)
+    for _ in range(3):
+        before.refused("b")
+    after = Guard(limit=10.0)
+    after.restore(json.loads(json.dumps(before.to_json())))
+    assert after.judge(0, 50.0) == before.judge(0, 50.0) != ""
+    assert after.is_quarantined("b")
+    assert after.refusals == {"b": 3}
+    assert after.to_json() == before.to_json()

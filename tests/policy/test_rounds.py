@@ -401,10 +401,197 @@ def test_an_unfinished_contribution_is_carried_while_it_is_not_too_late():
 
 
 def test_weights_by_rate_favour_the_fast():
-    """tokens * tokens / steps: 40*40/4 against 40*40/8."""
-    rounds, live = Rounds(rules=Rules(weights="tokens_rate")), ["a", "b"]
-    for island, steps in (("a", 4), ("b", 8)):
-        rounds.offer(contribution(island, steps=steps, tokens=40), 0, live)
+    """tokens * tokens / steps: 40*40/4 = 400 against 20*20/5 = 80 and 40*40/8 = 200."""
+    rounds, live = Rounds(rules=Rules(weights="tokens_rate")), ["a", "b", "c"]
+    for island, tokens, steps in (("a", 40, 4), ("b", 20, 5), ("c", 40, 8)):
+        rounds.offer(contribution(island, steps=steps, tokens=tokens), 0, live)
     merge = rounds.close(0, live)
     assert merge is not None
-    assert merge.weights == pytest.approx((2 / 3, 1 / 3))
+    assert merge.weights == pytest.approx((400 / 680, 80 / 680, 200 / 680))
+
+
+def test_staleness_shrinks_the_weight_of_one_without_raising_that_of_the_others():
+    """Three of 10, 20, 30 tokens, 0, 1, 2 versions late, discount 1: 1/6, 2/6 * 1/2, 3/6 * 1/3."""
+    rounds, live = Rounds(rules=Rules(staleness_discount=1.0, max_staleness=2), versions=[2]), ["a", "b", "c"]
+    for island, tokens, base in (("a", 10, 2), ("b", 20, 1), ("c", 30, 0)):
+        rounds.offer(contribution(island, tokens=tokens, base_version=base), 0, live)
+    merge = rounds.close(0, ["a"])
+    assert merge is not None
+    assert merge.weights == pytest.approx((1 / 6, 1 / 6, 1 / 6))
+    assert merge.scale == 1.0
+
+
+@pytest.mark.parametrize(("partial", "scale"), [("share", 10 / 40), ("full", 1.0)])
+def test_the_missing_without_a_past_count_as_the_mean_of_the_merged(partial, scale):
+    """One of four is in and nobody else was ever heard of: 10 of 40 tokens, unless told otherwise."""
+    rounds, live = Rounds(rules=Rules(quorum=1, partial=partial)), ["a", "b", "c", "d"]
+    rounds.offer(contribution("a", tokens=10), 0, live)
+    merge = rounds.close(0, live)
+    assert merge is not None
+    assert merge.scale == scale
+
+
+def test_two_contributions_of_one_island_merge_side_by_side():
+    """One version late and on time: weights by tokens; the mean of 30 stands for b, who is missing."""
+    rounds, live = Rounds(rules=Rules(quorum=1, max_staleness=1), versions=[1]), ["a", "b"]
+    rounds.offer(contribution("a", 4, tokens=20), 0, live)
+    assert rounds.close(0, live) is None, "a late one is no answer"
+    rounds.offer(contribution("a", 5, tokens=40, base_version=1), 0, live)
+    merge = rounds.close(0, live)
+    assert merge is not None
+    assert [header.seq for header in merge.contributions] == [4, 5]
+    assert merge.weights == pytest.approx((1 / 3, 2 / 3))
+    assert merge.scale == pytest.approx(60 / 90)
+
+
+def test_the_quorum_is_never_more_than_the_live_islands():
+    """Three are wanted, two are live: both are needed, and no grace is left to wait for."""
+    rounds = Rounds(rules=Rules(quorum=3, grace_s=5.0))
+    rounds.offer(contribution("eu"), 0, BOTH, now=1.0)
+    assert rounds.close(0, BOTH, now=100.0) is None
+    rounds.offer(contribution("us"), 0, BOTH, now=101.0)
+    assert rounds.close(0, BOTH, now=101.0) is not None
+
+
+def test_an_island_that_leaves_during_the_grace_is_waited_for_no_longer():
+    """Of three, b is missing and goes: all that are live are in at once."""
+    rounds = Rounds(rules=Rules(quorum=2, grace_s=9.0))
+    for island in "ac":
+        rounds.offer(contribution(island), 0, ["a", "b", "c"], now=1.0)
+    assert rounds.close(0, ["a", "b", "c"], now=2.0) is None
+    merge = rounds.close(0, ["a", "c"], now=2.0)
+    assert merge is not None
+    assert merge.scale == 1.0
+
+
+def test_a_quorum_that_falls_apart_is_waited_for_anew():
+    """a and b of four are in and b goes: the grace counts from when c makes them two again."""
+    rounds = Rounds(rules=Rules(quorum=2, grace_s=5.0))
+    for island in "ab":
+        rounds.offer(contribution(island), 0, ["a", "b", "c", "d"], now=0.0)
+    assert rounds.close(0, ["a", "c", "d"], now=5.0) is None
+    assert rounds.next_deadline() is None
+    rounds.offer(contribution("c"), 0, ["a", "c", "d"], now=7.0)
+    assert rounds.next_deadline() == 12.0
+    assert rounds.close(0, ["a", "c", "d"], now=11.0) is None
+    merge = rounds.close(0, ["a", "c", "d"], now=12.0)
+    assert merge is not None
+    assert [header.island for header in merge.contributions] == ["a", "b", "c"]
+
+
+def test_a_new_generation_takes_back_the_answer_of_the_old_one_and_its_grace():
+    """b alone was the quorum of four and starts anew: no deadline is left over."""
+    rounds, live = Rounds(rules=Rules(quorum=1, grace_s=5.0)), ["a", "b", "c", "d"]
+    rounds.offer(contribution("b"), 0, live, now=0.0)
+    assert rounds.next_deadline() == 5.0
+    rounds.join("b", 2)
+    assert rounds.next_deadline() is None
+    assert rounds.close(0, live, now=6.0) is None
+
+
+def test_the_impatience_of_an_island_that_is_gone_hurries_nobody():
+    """b could wait half a second only, and is gone: a waits its whole grace for c."""
+    rounds = Rounds(rules=Rules(quorum=1, grace_s=5.0))
+    rounds.offer(contribution("a"), 0, ["a", "b", "c"], now=0.0)
+    rounds.offer(contribution("b"), 0, ["a", "b", "c"], now=0.0, slack_s=0.5)
+    assert rounds.next_deadline() == 0.5
+    assert rounds.close(0, ["a", "c"], now=0.5) is None
+    assert rounds.next_deadline() == 5.0
+    assert rounds.close(0, ["a", "c"], now=5.0) is not None
+
+
+def test_an_island_without_any_slack_ends_the_grace_as_soon_as_the_quorum_is_in():
+    """a had to adopt at 1 s; the quorum of two is in at 3 s, and nothing is waited for then."""
+    rounds, live = Rounds(rules=Rules(quorum=2, grace_s=5.0)), ["a", "b", "c"]
+    rounds.offer(contribution("a"), 0, live, now=0.0, slack_s=1.0)
+    assert rounds.close(0, live, now=2.0) is None
+    rounds.offer(contribution("b"), 0, live, now=3.0, slack_s=4.0)
+    assert rounds.next_deadline() == 3.0
+    assert rounds.close(0, live, now=3.0) is not None
+
+
+def test_when_all_leave_what_they_handed_in_still_merges():
+    """Nobody is there to be waited for; the unfinished part is void."""
+    rounds = Rounds(rules=DECOUPLED)
+    rounds.offer(contribution("a"), 0, ["a", "b"], now=0.0)
+    rounds.offer(contribution("b", parts=2), 0, ["a", "b"], now=0.0)
+    assert [*rounds.withdraw("a"), *rounds.withdraw("b")] == ["b/1/0/0"]
+    merge = rounds.close(0, [], now=0.0)
+    assert merge is not None
+    assert [header.island for header in merge.contributions] == ["a"]
+    assert rounds.close(0, [], now=99.0) is None
+
+
+def test_a_refusal_for_values_is_an_answer_for_the_quorum():
+    """Its announced tokens are missing from the step: 30 of 30 + 90."""
+    rounds, live = Rounds(rules=Rules(quorum=2, grace_s=1.0)), ["a", "b", "c"]
+    rounds.offer(contribution("a", tokens=90), 0, live, "values are not finite", now=0.0)
+    assert rounds.next_deadline() is None
+    rounds.offer(contribution("b", tokens=30), 0, live, now=2.0)
+    assert rounds.next_deadline() == 3.0
+    merge = rounds.close(0, ["a", "b"], now=2.0)
+    assert merge is not None
+    assert merge.scale == 30 / 120
+
+
+@pytest.mark.parametrize("versions_later", range(4))
+def test_what_was_refused_for_its_values_stays_refused(versions_later):
+    """Its other part comes rounds later, when its staleness alone would let it in."""
+    rounds, live = Rounds(rules=Rules(max_staleness=9)), ["a"]
+    bad = contribution("a", 0, parts=2)
+    reason = rounds.offer(bad, 0, live, "values are not finite").reason
+    assert reason == "contribution a/1/0/0, rank 0: values are not finite"
+    for number in range(versions_later):
+        rounds.offer(contribution("a", 1 + number, base_version=number), 0, live)
+        assert rounds.close(0, live) is not None
+    receipt = rounds.offer(bad, 1, live)
+    assert (receipt.status, receipt.reason) == ("refused", reason)
+
+
+@pytest.mark.parametrize("versions_later", range(7))
+def test_what_merged_long_ago_never_merges_again(versions_later):
+    """However much staleness is allowed, a repeated message is known as long as it could be taken in."""
+    rounds, live = Rounds(rules=Rules(max_staleness=7)), ["a"]
+    for number in range(versions_later + 1):
+        rounds.offer(contribution("a", number, base_version=number), 0, live)
+        assert rounds.close(0, live) is not None
+    assert rounds.offer(contribution("a", 0), 0, live).status == "duplicate"
+
+
+def test_a_dropped_contribution_is_refused_from_then_on():
+    """A newer one was complete first: what is left of the older one can never be whole."""
+    rounds = Rounds()
+    rounds.offer(contribution("us", 0, parts=2), 0, BOTH)
+    rounds.offer(contribution("us", 1), 0, BOTH)
+    receipt = rounds.offer(contribution("us", 0, parts=2), 1, BOTH)
+    assert receipt.status == "refused"
+    assert receipt.reason == "us/1/0/0 was dropped, incomplete, when us/1/0/1 was complete"
+
+
+def test_an_older_contribution_that_was_only_late_is_taken_in():
+    """The network changed the order: 1 came and merged before the first part of 0 was seen."""
+    rounds, live = Rounds(rules=Rules(max_staleness=1)), ["us"]
+    rounds.offer(contribution("us", 1), 0, live)
+    assert rounds.close(0, live) is not None
+    assert rounds.offer(contribution("us", 0), 0, live).status == "accepted"
+
+
+def test_no_delta_from_before_an_anchor_is_taken_in_however_much_staleness_is_allowed():
+    """After a synchronous stretch, which ended as version 3."""
+    rounds = Rounds(rules=Rules(max_staleness=5))
+    rounds.advance(0, 3)
+    assert rounds.offer(contribution("us", base_version=2), 0, BOTH).status == "refused"
+    assert rounds.offer(contribution("us", base_version=3), 0, BOTH).status == "accepted"
+
+
+def test_the_grace_of_each_fragment_runs_by_itself():
+    """The next look is due when the first of them ends."""
+    rounds, live = Rounds(2, Rules(quorum=1, grace_s=5.0)), ["a", "b"]
+    rounds.offer(contribution("a", fragment=1), 0, live, now=1.0)
+    rounds.offer(contribution("a", fragment=0), 0, live, now=2.0)
+    assert rounds.next_deadline() == 6.0
+    assert rounds.close(0, live, now=6.0) is None
+    merge = rounds.close(1, live, now=6.0)
+    assert merge is not None
+    assert (merge.fragment, rounds.versions) == (1, [0, 1])
+    assert rounds.next_deadline() == 7.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 from elastic.state.storage import Storage
 from elastic.views.event_log import read_events
+
+CORE_WARNING = re.compile(r"\[[\d-]+ [\d:,]+ W \d+ \d+\] (rpc|gcs)_client\.(h|cc):")
+"""A line of Ray's core on stderr, about a head that does not answer."""
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -139,7 +143,8 @@ def test_a_signal_while_ray_starts_ends_soon(
     assert "placing" not in driver.out
     assert (driver.result["status"], driver.result["exit_code"]) == ("stopped", 143)
     assert look.left_over(15) == []
-    assert driver.err == ""
+    # The signal may end Ray's head while the driver talks to it: Ray's core then warns that it is away.
+    assert [line for line in driver.err.splitlines() if not CORE_WARNING.match(line)] == []
 
 
 def test_two_runs_at_once_on_one_host(shared_ray_home: Path, elastic: Any, look: Any, tmp_path: Path) -> None:

@@ -175,3 +175,16 @@ def test_a_slow_island_holds_nobody_up_and_loses_nothing(lab: Any, max_staleness
     else:
         assert not late
         assert all("starts from version" in event["reason"] for event in run.events("refused"))
+
+
+def test_an_island_that_gets_more_data_after_a_flush_goes_on(lab: Any, undisturbed: Any) -> None:
+    """One island has handed in everything out of turn when the other dies, and takes over its data."""
+    shape, _ = undisturbed
+
+    def die(rank: IslandRank) -> None:
+        lab.until(lambda: rank.link.board.membership.state("eu") == "idle")  # type: ignore[attr-defined]
+        raise OSError("no power")
+
+    job = streaming(lab, shape, quorum=1)
+    run = lab.run(job, tamper={"us": lab.before_step(20, die)}).finished(TOTAL, errors=("us",))
+    assert unkept_promises(run) == []
