@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import resource
 import statistics
 import sys
@@ -24,7 +25,7 @@ from elastic.base.ranges import RangeSet
 from elastic.policy.rounds import Contribution, Rounds, Rules
 
 FOLDER = Path(__file__).parent / "results"
-QUORUM = Rules(weights="tokens_rate", quorum=1, grace_s=float("inf"), staleness_discount=0.5, max_staleness=2)
+QUORUM = Rules(weights="tokens_rate", quorum=1, grace_s=math.inf, staleness_discount=0.5, max_staleness=2)
 """The rules of preset `decoupled`; a grace without end waits for all, so that the work is the same."""
 
 
@@ -89,7 +90,7 @@ def measure(case: Case) -> dict[str, Any]:
     bare, whole, clock = (statistics.median(column) for column in zip(*runs, strict=True))
     rate = contributions / bare
     holds = (case.rate is None or rate >= case.rate) and (case.seconds is None or clock < case.seconds)
-    rules = {name: value for name, value in asdict(case.rules).items() if value != float("inf")}
+    rules = {name: str(value) if value == math.inf else value for name, value in asdict(case.rules).items()}
     return {
         "name": case.name,
         "islands": case.islands,
@@ -118,7 +119,7 @@ def run(case: Case) -> tuple[float, float, float]:
             headers = [header_of(name, fragment, step) for name in islands]
             since = time.process_time()
             for header in headers:
-                rounds.offer(header, 0, live, now=step, slack_s=5.0 + step)
+                rounds.offer(header, 0, live, now=step)
                 merge = rounds.close(fragment, live, now=step)
                 if merge is not None:
                     merged += len(merge.contributions)

@@ -53,6 +53,8 @@ class OpenRound:
     """The earliest of these times, or that of an island that is gone by now."""
     full_s: float | None = None
     """When the quorum was in; None before."""
+    deadline_s: float | None = None
+    """The end of the grace that is running; None if none is."""
 
     def receipt(self, island: str, turn: Turn) -> Receipt | None:
         """The answer to a part of a contribution that is complete or void already; None for others."""
@@ -153,38 +155,41 @@ class OpenRound:
             self.answered[island] = math.inf
             return
         self.answered[island] = min(adopts_s, self.answered.get(island, math.inf))
-        self.patience_s = min(self.patience_s, adopts_s)
+        sooner = adopts_s < self.patience_s
+        if sooner:
+            self.patience_s = adopts_s
         if self.full_s is None and self._has_quorum(live):
-            self.full_s = now
+            self._begin_grace(now)
+        elif sooner and self.full_s is not None:
+            self._begin_grace(self.full_s)
 
     def take_back(self, island: str) -> None:
         """What the island answered does not count any more."""
         if self.answered.pop(island, None) is not None and len(self.answered) < (self.rules.quorum or 0):
-            self.full_s = None
+            self._end_grace()
 
     def is_due(self, live: Collection[str], now: float) -> bool:
         """Whether enough live islands have answered, and the grace for the others is over."""
         # Islands are looked through only when the count allows it, which is seldom more than once a round.
         if len(self.answered) >= len(live) and all(map(self.answered.__contains__, live)):
             return True
-        if self.rules.quorum is None:
-            return False
-        if self.full_s is not None and now < self.deadline:
+        if self.rules.quorum is None or (self.deadline_s is not None and now < self.deadline_s):
             return False
         if not self._has_quorum(live):
-            self.full_s = None
+            self._end_grace()
             return False
-        if self.full_s is None:
-            self.full_s = now
         # Islands that are gone wait no longer.
         self.patience_s = min(self.answered[name] for name in live if name in self.answered)
-        return now >= self.deadline
+        return now >= self._begin_grace(now if self.full_s is None else self.full_s)
 
-    @property
-    def deadline(self) -> float:
-        """The end of the grace that is running: never beyond what those that wait can spare."""
-        full_s = known(self.full_s)
-        return min(full_s + self.rules.grace_s, max(self.patience_s, full_s))
+    def _begin_grace(self, full_s: float) -> float:
+        """The quorum was in at `full_s`. The grace never goes beyond what those that wait can spare."""
+        self.full_s = full_s
+        self.deadline_s = min(full_s + self.rules.grace_s, max(self.patience_s, full_s))
+        return self.deadline_s
+
+    def _end_grace(self) -> None:
+        self.full_s = self.deadline_s = None
 
     def _has_quorum(self, live: Collection[str]) -> bool:
         """Whether enough live islands have answered for a grace to begin."""

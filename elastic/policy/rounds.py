@@ -102,8 +102,8 @@ class Rounds:
 
     def next_deadline(self) -> float | None:
         """When the first grace that is running ends, at which `close` may succeed; None if none is."""
-        running = [opened for opened in self._open if opened.full_s is not None]
-        return min((opened.deadline for opened in running), default=None)
+        deadlines = (opened.deadline_s for opened in self._open)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # ----------------------------------------------------------------------------- changing
 

@@ -195,6 +195,7 @@ CASES = [(name, p) for name in OURS for p in range(len(WEIGHTS[name]))]
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_the_given_scenarios_come_out(derive: Any, name: str) -> None:
+    """The plain-torch simulator gives the figures of the scenarios that we did not make."""
     scenario = _read(name)
     _assert_same(derive.expected(scenario), scenario["expect"])
 
@@ -250,6 +251,7 @@ def test_versions_are_mixed_with_the_local_values(name: str, p: int) -> None:
 
 @pytest.mark.parametrize(("name", "p"), CASES)
 def test_between_adoptions_only_adamw_moves_an_island(name: str, p: int) -> None:
+    """Every local value that no adoption touches follows from the one before by torch's AdamW alone."""
     seen = Recorded(_read(name), p)
     dues = {seen.due(version) for version in range(1, len(seen.published))}
     for island, before in enumerate(seen.before):
@@ -293,6 +295,7 @@ def test_eager_with_one_island_is_diloco(derive: Any) -> None:
 
 
 def test_islands_that_are_not_there_have_no_values() -> None:
+    """Before it joins and after it leaves, an island's values are null."""
     joiner, leaver = _read("joiner"), _read("leaver")
     assert [row is None for row in joiner["expect"]["local"][2]] == [True] * 9 + [False] * 15
     assert [row is None for row in leaver["expect"]["local"][1]] == [False] * 9 + [True] * 15

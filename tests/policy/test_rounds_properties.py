@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.unit
 ISLANDS = ("a", "b", "c", "d")
 POSITIONS, BLOCK = 4000, 3
 INDEX = st.integers(0, 10**6)
+SELDOM = st.sampled_from([False, False, False, True])
 GRACES = st.sampled_from([0.0, 1.0, 4.0])
+SLACKS = st.sampled_from([0.0, 0.5, 2.0, math.inf, math.inf])
 RULES = st.builds(
     Rules,
     weights=st.sampled_from(["tokens", "uniform", "tokens_rate"]),
@@ -67,8 +69,9 @@ def raw_weight(header: Contribution, by: str) -> float:
     """The weight before it is normalised and before staleness, as DESIGN says."""
     if by == "uniform":
         return 1.0 if header.steps else 0.0
-    rate = header.tokens / header.steps if by == "tokens_rate" else 1.0
-    return header.tokens * rate
+    if not header.tokens:
+        return 0.0
+    return header.tokens * (header.tokens / header.steps if by == "tokens_rate" else 1.0)
 
 
 class AnyTrouble(RuleBasedStateMachine):
@@ -76,7 +79,7 @@ class AnyTrouble(RuleBasedStateMachine):
 
     @initialize(rules=RULES, fragments=st.integers(1, 2))
     def start(self, rules: Rules, fragments: int) -> None:
-        """Nobody is there, no time has passed."""
+        """Two islands are there, no time has passed."""
         self.rules, self.count, self.now = rules, fragments, 0.0
         self.rounds = Rounds(fragments, rules)
         self.ledger = Ledger(POSITIONS, BLOCK, fragments)
@@ -89,14 +92,26 @@ class AnyTrouble(RuleBasedStateMachine):
         self.complete: list[dict[str, Contribution]] = [{} for _ in range(fragments)]
         self.incomplete: list[dict[str, Contribution]] = [{} for _ in range(fragments)]
         self.waiting = [Waiting() for _ in range(fragments)]
+        for island in ISLANDS[:2]:
+            self._start(island)
 
     # ------------------------------------------------------------------------- the islands
 
-    @rule(island=st.sampled_from(ISLANDS))
-    def join(self, island: str) -> None:
+    @rule(island=st.sampled_from(ISLANDS), restart=SELDOM)
+    def join(self, island: str, restart: bool) -> None:
+        """An island comes, or starts anew."""
+        if island not in self.live or restart:
+            self._start(island)
+
+    @rule(island=st.sampled_from(ISLANDS), really=SELDOM)
+    def leave(self, island: str, really: bool) -> None:
+        """It is lost."""
+        if really:
+            self._lose(island)
+
+    def _start(self, island: str) -> None:
         """A new incarnation starts from the current versions; an old one is over."""
-        if island in self.live:
-            self.leave(island)
+        self._lose(island)
         self.generations[island] += 1
         generation = self.generations[island]
         self._drop(self.rounds.join(island, generation))
@@ -106,9 +121,8 @@ class AnyTrouble(RuleBasedStateMachine):
         self.live[island] = Island(generation, [EMPTY] * self.count, list(self.versions))
         self._look()
 
-    @rule(island=st.sampled_from(ISLANDS))
-    def leave(self, island: str) -> None:
-        """It is lost: what it has not handed in completely goes back to the queue."""
+    def _lose(self, island: str) -> None:
+        """What it has not handed in completely goes back to the queue."""
         if self.live.pop(island, None) is None:
             return
         self._drop(self.rounds.withdraw(island))
@@ -138,7 +152,7 @@ class AnyTrouble(RuleBasedStateMachine):
         which=INDEX,
         parts=st.integers(1, 2),
         steps=st.integers(0, 4),
-        bad=st.sampled_from([False, False, False, True]),
+        bad=SELDOM,
     )
     def send(self, who: int, which: int, parts: int, steps: int, bad: bool) -> None:
         """It hands in what it has done for a fragment: its parts are on their way."""
@@ -164,10 +178,20 @@ class AnyTrouble(RuleBasedStateMachine):
                 Message(header, rank, "its values are not finite" if bad and not rank else "")
             )
 
+    @precondition(lambda self: self.live)
+    @rule(who=INDEX, which=INDEX, late=SELDOM, slack_s=SLACKS)
+    def hand_in(self, who: int, which: int, late: bool, slack_s: float) -> None:
+        """What happens when nothing is in the way: it trains a block, and what it sends arrives at once."""
+        self.train(who)
+        if not late:
+            self.adopt(who, which)
+        self.send(who, which, parts=1, steps=3, bad=False)
+        self._deliver(self.network[-1], slack_s)
+
     # ------------------------------------------------------------------------- the network
 
     @precondition(lambda self: self.network)
-    @rule(newest=st.integers(0, 5), slack_s=st.sampled_from([0.0, 0.5, 2.0, math.inf]))
+    @rule(newest=st.integers(0, 5), slack_s=SLACKS)
     def arrive(self, newest: int, slack_s: float) -> None:
         """One of the last few messages arrives. It stays on its way, so that it may arrive again."""
         self._deliver(self.network[-1 - min(newest, len(self.network) - 1)], slack_s)
@@ -218,7 +242,7 @@ class AnyTrouble(RuleBasedStateMachine):
             self._note_quorum()
             self._look()
             if header.island in self.live and header.generation == self.generations[header.island]:
-                self.join(header.island)  # it starts anew, and its data goes back
+                self._start(header.island)  # it starts anew, and its data goes back
             return
         if receipt.status == "accepted":
             self._drop(receipt.dropped)
@@ -271,6 +295,7 @@ class AnyTrouble(RuleBasedStateMachine):
             assert header.id not in self.fates
             self.fates[header.id] = "merged"
             self.ledger.merge(header.island, header.generation, fragment, header.ranges)
+        for header in merge.contributions:  # all are merged before the first of them is released
             island = self.live.get(header.island)
             if island is None or island.generation != header.generation:
                 keep = self.rounds.pending_ranges(header.island)
@@ -386,7 +411,7 @@ def _parts(draw: Callable[..., Any]) -> list[tuple[Contribution, int, str]]:
 @given(parts=_parts(), rules=RULES, data=st.data())
 def test_the_order_of_arrival_changes_nothing(parts, rules, data):
     """The same parts in two orders: the same merge, to the last bit."""
-    rules = Rules(**{**vars(rules), "max_staleness": 2, "grace_s": 9.0})
+    rules = replace(rules, max_staleness=2, grace_s=9.0)
     merges = []
     for order in (parts, data.draw(st.permutations(parts))):
         rounds = Rounds(rules=rules, versions=[2])
