@@ -95,6 +95,16 @@ class OpenRound:
             self.incomplete[island] = kept
         return [item.header for turn, item in turns.items() if turn not in kept]
 
+    def take_complete(self, island: str, generation: int, reason: str) -> list[Contribution]:
+        """Forget complete ones of one generation of an island, and name them; repeats are refused."""
+        headers = self.complete.pop(island, [])
+        kept = [header for header in headers if header.generation != generation]
+        if kept:
+            self.complete[island] = kept
+        taken = [header for header in headers if header.generation == generation]
+        self.void |= {(island, header.turn): reason for header in taken}
+        return taken
+
     def following(self, oldest: int) -> tuple[OpenRound, tuple[str, ...]]:
         """The next round, with the incomplete contributions that may still come: those that start from
         version `oldest` or later. Also the ids of the others."""

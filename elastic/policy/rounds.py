@@ -121,6 +121,17 @@ class Rounds:
         """Drop the incomplete contributions of a lost island; returns their ids."""
         return tuple(header.id for opened in self._open for header in opened.take_incomplete(island))
 
+    def forfeit(self, island: str, generation: int) -> tuple[str, ...]:
+        """A generation goes on from other parameters: all it has in the open rounds is void; the ids.
+
+        Where it has answered, nobody waits for it.
+        """
+        reason = f"generation {generation} of island {island} went on from other parameters"
+        void: list[Contribution] = []
+        for opened in self._open:
+            void += [*opened.take_complete(island, generation, reason), *opened.take_incomplete(island)]
+        return tuple(header.id for header in void)
+
     def advance(self, fragment: int, version: int) -> tuple[str, ...]:
         """The fragment got this version by other means (the end of a synchronous stretch).
 

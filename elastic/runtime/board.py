@@ -140,6 +140,8 @@ class Board:
         self.claims: dict[str, tuple[int, ...] | None] = {}
         """Islands that have just joined. Those that go on from the progress of their own checkpoint: which
         fragments took in what was under way; None for the others."""
+        self.rebasing: set[str] = set()
+        """Islands of which something was refused, until they have started from the current version."""
         self.waiting: set[str] = set()
         """Joined islands that are not admitted yet."""
         self.stopped: set[str] = set()

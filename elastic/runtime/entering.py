@@ -35,6 +35,7 @@ def enter(rank: IslandRank) -> bool:
 
     Returns False when the run is stopping before the island was admitted.
     """
+    rank.abandon()  # it belongs to what the island held before
     saved = rank.saved
     hello = Hello(
         island=rank.name,

@@ -102,8 +102,6 @@ class IslandRank:
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
-        if self._phase is not None:
-            self._phase.abandon()
         self._phase = phase
 
     @property
@@ -180,10 +178,14 @@ class IslandRank:
 
     # --------------------------------------------------------------------------------- progress
 
-    def end(self) -> None:
-        """Let go of threads; what is under way is given up."""
+    def abandon(self) -> None:
+        """Give up what is under way: nothing of it is sent after this returns."""
         if self._phase is not None:
             self._phase.abandon()
+
+    def end(self) -> None:
+        """Let go of threads; what is under way is given up."""
+        self.abandon()
         self.sender.shutdown(wait=False)
         self.receiver.shutdown(wait=False)
 

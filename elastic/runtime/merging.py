@@ -108,6 +108,7 @@ class Merging:
             for fragment in range(board.fragments) if gradient else [due.fragment]:
                 ranges = board.ledger.merge(header.island, header.generation, fragment, header.ranges)
                 committed = committed | ranges
+        for header in due.contributions:
             if board.membership.fence(header.island, header.generation) is not None:
                 # Its incarnation is over: what no open round will take in goes back to the queue.
                 keep = board.rounds.pending_ranges(header.island)

@@ -165,8 +165,10 @@ class OuterPhase:
             yield from self.flush()
 
     def abandon(self) -> None:
-        """The island goes on from other parameters: whatever is under way is let go."""
+        """The island goes on from other parameters: whatever is under way is let go, nothing more is sent."""
         self._over.set()
+        receipts = [flight.receipt for flight in self._flights.values()]
+        wait(receipts, timeout=self.rank.job.outer.sync_timeout_s)
 
     def progress(self) -> Progress:
         """For a checkpoint."""
@@ -258,6 +260,8 @@ class OuterPhase:
     def _offer(self, header: UnderWay, snapshot: Tensors) -> Receipt:
         """Encode and send the delta. Runs on the sending thread."""
         rank = self.rank
+        if self._over.is_set():
+            return Receipt("refused", "the island goes on from other parameters")
         with torch.no_grad():
             delta = {name: self.base[name] - rows for name, rows in snapshot.items()}
             placed = rank.placed(delta)

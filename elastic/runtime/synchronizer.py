@@ -95,6 +95,7 @@ class Synchronizer:
             for dropped in (*board.rounds.join(name, generation), *board.gradients.join(name, generation)):
                 board.parts.pop(dropped, None)
             board.joined.add(name)
+            board.rebasing.discard(name)
             board.waiting.add(name)
             board.workers[name] = hello.workers
             board.claim(hello, generation, self.store.merged_turns)
@@ -109,6 +110,7 @@ class Synchronizer:
             while True:
                 self._fence(member)
                 board, name = self.board, member.island
+                board.rebasing.discard(name)
                 if board.membership.state(name) == "idle" and name not in board.waiting:
                     board.waiting.add(name)  # it was out of data and comes back
                     self._lock.notify_all()
@@ -154,6 +156,8 @@ class Synchronizer:
         with self._lock:
             self._fence(part.member)
             board, name = self.board, part.member.island
+            if name in board.rebasing:  # it hears of that at its next due step
+                return Receipt("refused", f"island {name} must start from the current version first")
             board.claims.pop(name, None)
             self._count_bytes("up", part.rows.nbytes if part.rows else 0)
             if part.kind == "anchor":
@@ -181,9 +185,12 @@ class Synchronizer:
             if receipt.status == "refused":
                 # It holds something the others do not: it waits for the next version and re-bases.
                 self.recorder.refused(part.member, header.id, receipt.reason)
+                for dropped in rounds.forfeit(name, part.member.generation):
+                    board.parts.pop(dropped, None)
                 returned = board.ledger.release(name, part.member.generation)
                 board.membership.leave(name, part.member.generation, idle=True)
                 board.waiting.add(name)
+                board.rebasing.add(name)
                 self.recorder.warn(f"{len(returned)} sequences of island {name} go back to the queue")
                 if problem:
                     self._count_refusal(part.member, problem)
@@ -344,13 +351,13 @@ class Synchronizer:
     def _serve(self) -> None:
         """Look, decide, do, record, until closed."""
         while not self._closing.is_set():
-            with self._lock:
-                self._tick()
-                job = self._merging.next_job()
-                if job is None:
-                    self._lock.wait(self._pause_s())
-                    continue
             try:
+                with self._lock:
+                    self._tick()
+                    job = self._merging.next_job()
+                    if job is None:
+                        self._lock.wait(self._pause_s())
+                        continue
                 job()
             except StorageError as error:
                 self._fail(str(error), storage=True)

@@ -595,3 +595,18 @@ def test_the_grace_of_each_fragment_runs_by_itself():
     assert merge is not None
     assert (merge.fragment, rounds.versions) == (1, [0, 1])
     assert rounds.next_deadline() == 7.0
+
+
+def test_what_an_island_forfeits_is_void_by_name_and_nobody_waits_for_it():
+    """Of two fragments and two generations only the current one's contributions go; the other merges."""
+    rounds, live = Rounds(2, Rules(max_staleness=1)), ["a", "b"]
+    rounds.offer(contribution("b", generation=1), 0, live)
+    rounds.join("b", 2)
+    rounds.offer(contribution("b", generation=2), 0, live)
+    rounds.offer(contribution("b", generation=2, fragment=1, parts=2), 0, live)
+    assert rounds.forfeit("b", 2) == ("b/2/0/0", "b/2/1/0")
+    assert rounds.offer(contribution("b", generation=2), 0, live).status == "refused"
+    rounds.offer(contribution("a"), 0, live)
+    merge = rounds.close(0, live)
+    assert merge is not None
+    assert [header.id for header in merge.contributions] == ["a/1/0/0", "b/1/0/0"]
