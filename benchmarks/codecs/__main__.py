@@ -9,7 +9,6 @@ error is the relative L2 error of the decoded values.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.learning.results import machine
+from benchmarks.report import machine, write_dated
 from elastic.training.block_codec import BLOCK
 from elastic.training.codec import Codec, decode, decode_into, encode, nbytes
 
@@ -61,9 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "rows": rows,
     }
-    path = options.out or options.results / f"{datetime.date.today().isoformat()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_dated(options.results, result, options.out)
     print(json.dumps(result, indent=1) if options.json else table(rows))
     # Without AVX-512 the kernels are others: say so in the file, and do not fail.
     strict = torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -22,8 +22,9 @@ from typing import Any
 
 import elastic
 from benchmarks.learning.cells import HARNESS, Cell, choose
-from benchmarks.learning.results import FOLDER, Results, machine, open_results
+from benchmarks.learning.results import FOLDER, Results, open_results
 from benchmarks.learning.table import page_part, rows_of, to_json, write_page
+from benchmarks.report import machine
 from elastic.base.configfile import load_job
 from elastic.state.storage import Storage
 from elastic.training.corpus import prepare

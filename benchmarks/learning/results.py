@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,22 +70,3 @@ def open_results(folder: Path, configuration: dict[str, Any], today: str) -> Res
         number += 1
         path = folder / f"{today}-{number:02d}.json"
     return Results(path, configuration)
-
-
-def machine() -> dict[str, Any]:
-    """What the cells ran on."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -10,7 +10,6 @@ momentum, published: 12 bytes per parameter), the contributions, and what mergin
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import sys
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.learning.results import machine
 from benchmarks.merge.measure import CODEC, COLUMNS, MATRICES, ROWS, measure
+from benchmarks.report import machine, write_dated
 
 FOLDER = Path(__file__).parent / "results"
 ISLANDS = (2, 4, 8, 16)
@@ -54,9 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         "bound": {**BOUND, "holds": holds(rows)},
         "rows": rows,
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{datetime.date.today().isoformat()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_dated(options.results, result)
     print(json.dumps(result, indent=1) if options.json else table(rows))
     # Without AVX-512 the kernels are others: say so, and do not fail.
     strict = torch.backends.cpu.get_cpu_capability() == "AVX512"

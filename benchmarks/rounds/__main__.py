@@ -9,7 +9,6 @@ that whoever shares the machine counts little; the seconds on the clock stand be
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import resource
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.results import machine
+from benchmarks.report import machine, write_dated
 from elastic.base.ranges import RangeSet
 from elastic.policy.rounds import Contribution, Rounds, Rules
 
@@ -67,9 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         "configuration": {"quick": options.quick, "parts": 1, "threads": 1, "machine": machine()},
         "rows": rows,
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{datetime.date.today().isoformat()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_dated(options.results, result)
     print(json.dumps(result, indent=1) if options.json else table(rows))
     return int(not all(row["holds"] for row in rows))
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+ALL_FRAGMENTS = -1
+"""Fragment of an event about all parameters together; its version is the one that all have reached."""
+
 
 @dataclass(frozen=True)
 class Kind:

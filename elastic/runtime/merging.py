@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from elastic.base.events import ALL_FRAGMENTS
 from elastic.base.known import known
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Judgement, Member, Packet, Part
@@ -29,8 +30,6 @@ from elastic.training.merge import Encoded, MergeKind, merge
 from elastic.training.outer import delta_norm
 
 Job = Callable[[], None]
-ALL_FRAGMENTS = -1
-"""In an event: the version is that of every fragment, its digest that of all parameters."""
 EVALUATION_CHUNK = 64
 """Held-out sequences that an island judges at a time at the end."""
 

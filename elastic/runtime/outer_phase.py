@@ -64,10 +64,9 @@ class OuterPhase:
 
     def __init__(self, rank: IslandRank, base: Tensors, progress: Progress) -> None:
         """`base`: this rank's rows of the published values at `progress.versions`."""
-        outer = rank.job.outer
         self.rank, self.base = rank, base
         self.versions = list(progress.versions)
-        self._pace = Pace(known(outer.sync_every), len(rank.fragments), known(outer.overlap_steps))
+        self._pace = pace_of(rank)
         self._position, self._start = progress.position, progress.start
         self._since, self._ahead = list(progress.since), list(progress.ahead)
         self._counted = rank.step - progress.uncounted
@@ -83,8 +82,7 @@ class OuterPhase:
         cls, rank: IslandRank, base: Tensors, versions: Sequence[int], last_fragment: int = -1
     ) -> OuterPhase:
         """In phase with the others: the fragment after the newest outer step's (-1: none yet) is due next."""
-        outer = rank.job.outer
-        pace = Pace(known(outer.sync_every), len(rank.fragments), known(outer.overlap_steps))
+        pace = pace_of(rank)
         start = pace.position_after(last_fragment) if last_fragment >= 0 else 0
         phase = cls(rank, base, Progress(list(versions), position=start, start=start))
         for fragment in pace.late_snapshots(start):
@@ -419,3 +417,9 @@ class OuterPhase:
         if not included or outer.mix != "blend" or not steps_since:
             return 0.0
         return (1.0 - known(outer.alpha)) * steps_since / (steps_since + steps_sent)
+
+
+def pace_of(rank: IslandRank) -> Pace:
+    """The timing of the island's fragments."""
+    outer = rank.job.outer
+    return Pace(known(outer.sync_every), len(rank.fragments), known(outer.overlap_steps))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from elastic.base.errors import DeadlineError
+from elastic.base.events import ALL_FRAGMENTS
 from elastic.base.ranges import RangeSet
 from elastic.exchange.link import Donate, Packet, Part
 from elastic.exchange.wire import Wire, pack
@@ -21,8 +22,6 @@ from elastic.runtime.island_rank import IslandRank, RebaseError, StopAsked
 from elastic.runtime.phase import POLL_S, Stepped, adopted, tokens_of
 from elastic.runtime.progress import Progress
 from elastic.training.digest import partial_digest
-
-ALL_FRAGMENTS = -1
 
 
 def await_packet(rank: IslandRank, kind: Literal["version", "gradient"], number: int) -> Packet:

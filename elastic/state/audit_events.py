@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elastic.base.events import ALL_FRAGMENTS
 from elastic.state.audit_records import Check, verdict
 from elastic.state.layout import EVENTS, parse_record_name
 from elastic.state.records import Lineage, Record
@@ -14,8 +15,6 @@ from elastic.state.replay import digest_in
 from elastic.state.storage import Storage
 
 _AT_ONCE = 64
-ALL_FRAGMENTS = -1
-"""Fragment of a report that is about all parameters together."""
 
 
 @dataclass(frozen=True)

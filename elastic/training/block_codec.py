@@ -41,7 +41,7 @@ _STEPS: dict[BlockCodec, float] = {"int8": 127.0, "int4": 7.45, "e3m0": 1.0}
 # With the top level at 2**-8, the exponent bits of a half float are those of e3m0: 7..1 for its levels and 0
 # for the denormals below. Decoded int4 codes are multiples of 16.
 _HALF_TOP = 2.0**-8
-_DECODED_UNIT: dict[BlockCodec, float] = {"int8": 1.0, "int4": 16.0, "e3m0": _HALF_TOP}
+DECODED_UNIT: dict[BlockCodec, float] = {"int8": 1.0, "int4": 16.0, "e3m0": _HALF_TOP}
 _HALF_ULP = 1 << 9
 _MANTISSA_BITS = 10
 _SIGN_AND_LEVEL = -0x8000 | 0x1C00
@@ -52,7 +52,7 @@ _DEVICE_VALUES = 1 << 24
 
 def row_bytes(codec: BlockCodec, columns: int) -> int:
     """Bytes of one encoded row of `columns` values, scales included."""
-    return _scale_bytes(columns) + sum(span.payload_bytes(codec) for span in _spans(columns))
+    return scale_bytes(columns) + sum(span.payload_bytes(codec) for span in spans_in(columns))
 
 
 def encode_blocks(codec: BlockCodec, values: Tensor, out: Tensor) -> bool:
@@ -61,30 +61,30 @@ def encode_blocks(codec: BlockCodec, values: Tensor, out: Tensor) -> bool:
     That is a block with a NaN or an Inf, or one whose scale would exceed MAX_SCALE; then `out` is no use.
     """
     rows, columns = values.shape
-    scales = torch.empty((rows, _blocks(columns)), dtype=torch.bfloat16, device=values.device)
-    scratch = _Scratch(values.device)
-    for span, payload in _spans_of(codec, out, columns):
+    scales = torch.empty((rows, blocks_in(columns)), dtype=torch.bfloat16, device=values.device)
+    scratch = Buffers(values.device)
+    for span, payload in payloads_of(codec, out, columns):
         for tile, tile_scales, codes in _tiles(span.cut(values), span.of_blocks(scales), payload):
             _pack(codec, _scale(codec, tile, tile_scales, scratch), codes, scratch)
-    out[:, : _scale_bytes(columns)].copy_(scales.view(torch.uint8))
+    out[:, : scale_bytes(columns)].copy_(scales.view(torch.uint8))
     return bool((scales <= MAX_SCALE).all())  # a NaN is not
 
 
 def decode_blocks(codec: BlockCodec, encoded: Tensor, out: Tensor) -> None:
     """Decode uint8 [R, row_bytes] into `out`, fp32 [R, C]; exact."""
     rows, columns = out.shape
-    scales = torch.empty((rows, _blocks(columns)), dtype=torch.bfloat16, device=out.device)
-    scales.view(torch.uint8).copy_(encoded[:, : _scale_bytes(columns)])
-    units = scales.to(torch.float32).div_(_DECODED_UNIT[codec])  # by a power of two: exact
-    scratch = _Scratch(out.device)
-    for span, payload in _spans_of(codec, encoded, columns):
+    scales = torch.empty((rows, blocks_in(columns)), dtype=torch.bfloat16, device=out.device)
+    scales.view(torch.uint8).copy_(encoded[:, : scale_bytes(columns)])
+    units = scales.to(torch.float32).div_(DECODED_UNIT[codec])  # by a power of two: exact
+    scratch = Buffers(out.device)
+    for span, payload in payloads_of(codec, encoded, columns):
         for tile, tile_units, codes in _tiles(span.cut(out), span.of_blocks(units), payload):
-            _unpack(codec, codes, tile.flatten(1), scratch)
+            unpack(codec, codes, tile.flatten(1), scratch)
             tile.mul_(tile_units)
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """Part of each row: columns start..stop, in blocks of `width` values."""
 
     start: int
@@ -102,10 +102,10 @@ class _Span:
 
     def of_blocks(self, scales: Tensor) -> Tensor:
         """Its part of [R, blocks of a row], as [R, blocks, 1]."""
-        return scales[:, self.start // BLOCK : _blocks(self.stop), None]
+        return scales[:, self.start // BLOCK : blocks_in(self.stop), None]
 
 
-class _Scratch:
+class Buffers:
     """Buffers of one call, by name. Calls run in many threads: none is shared."""
 
     def __init__(self, device: torch.device) -> None:
@@ -120,27 +120,29 @@ class _Scratch:
         return buffer
 
 
-def _blocks(columns: int) -> int:
+def blocks_in(columns: int) -> int:
+    """Blocks of a row; the last one may be short."""
     return -(-columns // BLOCK)
 
 
-def _scale_bytes(columns: int) -> int:
-    return torch.bfloat16.itemsize * _blocks(columns)
+def scale_bytes(columns: int) -> int:
+    """Bytes of a row's scales, which come first."""
+    return torch.bfloat16.itemsize * blocks_in(columns)
 
 
-def _spans(columns: int) -> Iterator[_Span]:
+def spans_in(columns: int) -> Iterator[Span]:
     """The spans of a row: whole blocks, SPAN values at a time, then the short block."""
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, SPAN):
-        yield _Span(start, min(whole, start + SPAN), BLOCK)
+        yield Span(start, min(whole, start + SPAN), BLOCK)
     if whole < columns:
-        yield _Span(whole, columns, columns - whole)
+        yield Span(whole, columns, columns - whole)
 
 
-def _spans_of(codec: BlockCodec, encoded: Tensor, columns: int) -> Iterator[tuple[_Span, Tensor]]:
+def payloads_of(codec: BlockCodec, encoded: Tensor, columns: int) -> Iterator[tuple[Span, Tensor]]:
     """The spans of [R, row_bytes], each with its payload as int8 [R, bytes]."""
-    at = _scale_bytes(columns)
-    for span in _spans(columns):
+    at = scale_bytes(columns)
+    for span in spans_in(columns):
         size = span.payload_bytes(codec)
         yield span, encoded[:, at : at + size].view(torch.int8)
         at += size
@@ -153,7 +155,7 @@ def _tiles(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(height) for tensor in (values, *others)), strict=True)
 
 
-def _scale(codec: BlockCodec, values: Tensor, scales: Tensor, scratch: _Scratch) -> Tensor:
+def _scale(codec: BlockCodec, values: Tensor, scales: Tensor, scratch: Buffers) -> Tensor:
     """Write the scales of [rows, blocks, width] to `scales`, bf16; return [rows, values] in units of them."""
     scaled = scratch.get("scaled", torch.float32, values.shape)
     scale = scratch.get("scale", torch.float32, scales.shape)
@@ -168,7 +170,7 @@ def _scale(codec: BlockCodec, values: Tensor, scales: Tensor, scratch: _Scratch)
     return torch.mul(values, scale, out=scaled).flatten(1)
 
 
-def _pack(codec: BlockCodec, scaled: Tensor, payload: Tensor, scratch: _Scratch) -> None:
+def _pack(codec: BlockCodec, scaled: Tensor, payload: Tensor, scratch: Buffers) -> None:
     """Round scaled values [rows, values] to codes and write them to `payload`, int8 [rows, bytes]."""
     if codec == "int8":
         payload.copy_(scaled.round_())
@@ -195,7 +197,7 @@ def _pack(codec: BlockCodec, scaled: Tensor, payload: Tensor, scratch: _Scratch)
     both.bitwise_or_(torch.bitwise_and(upper, -128, out=sign))
 
 
-def _unpack(codec: BlockCodec, payload: Tensor, out: Tensor, scratch: _Scratch) -> None:
+def unpack(codec: BlockCodec, payload: Tensor, out: Tensor, scratch: Buffers) -> None:
     """Write the codes of `payload`, int8 [rows, bytes], to `out`, fp32 [rows, values], in decoded units."""
     if codec == "int8":
         out.copy_(payload)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from elastic.base.errors import ElasticError
+from elastic.base.outer_config import Codec as Codec
 from elastic.training.block_codec import BlockCodec, decode_blocks, encode_blocks, row_bytes
 from elastic.training.chunks import flat_runs
-
-Codec = Literal["fp32", "bf16", "int8", "int4", "e3m0"]
 
 _PLAIN: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

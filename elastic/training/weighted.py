@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from elastic.training.block_codec import (
-    _DECODED_UNIT,
+    DECODED_UNIT,
     BlockCodec,
-    _blocks,
-    _scale_bytes,
-    _Scratch,
-    _Span,
-    _spans,
-    _spans_of,
-    _unpack,
+    Buffers,
+    Span,
+    blocks_in,
+    payloads_of,
+    scale_bytes,
+    spans_in,
+    unpack,
 )
 from elastic.training.chunks import Scratch, row_slices
 from elastic.training.codec import Codec, check_finite, decode_into
@@ -75,13 +75,13 @@ def weighted_sum(sources: Sequence[EncodedTensor], weights: Sequence[float], out
     if a source is not, or if the sum overflows, which it cannot if the weights sum to one.
     """
     matrix = out.view(out.shape[0], math.prod(out.shape[1:]))
-    scratch, finite = _Scratch(out.device), True
+    scratch, finite = Buffers(out.device), True
     runs = [
         _run(source.codec, first, encoded, weight, out, scratch)
         for source, weight in zip(sources, weights, strict=True)
         for first, encoded in source.pieces
     ]
-    for span in _spans(matrix.shape[1]):
+    for span in spans_in(matrix.shape[1]):
         lanes = [(run.first, run.stop, run.of_span(span)) for run in runs]
         for rows in row_slices((matrix.shape[0], span.stop - span.start)):
             tile = span.cut(matrix[rows]).zero_()
@@ -105,9 +105,9 @@ class _Plain:
     stop: int
     values: Tensor
     weight: float
-    scratch: _Scratch
+    scratch: Buffers
 
-    def of_span(self, span: _Span) -> _Add:
+    def of_span(self, span: Span) -> _Add:
         values = span.cut(self.values)
 
         def add(rows: slice, tile: Tensor) -> None:
@@ -126,34 +126,34 @@ class _Blocks:
     codec: BlockCodec
     units: Tensor
     codes: dict[int, Tensor]
-    scratch: _Scratch
+    scratch: Buffers
 
-    def of_span(self, span: _Span) -> _Add:
+    def of_span(self, span: Span) -> _Add:
         units, codes = span.of_blocks(self.units), self.codes[span.start]
 
         def add(rows: slice, tile: Tensor) -> None:
             floats = self.scratch.get("floats", torch.float32, tile.shape)
-            _unpack(self.codec, codes[rows], floats.flatten(1), self.scratch)
+            unpack(self.codec, codes[rows], floats.flatten(1), self.scratch)
             tile.addcmul_(floats, units[rows])
 
         return add
 
 
 def _run(
-    codec: Codec, first: int, encoded: Tensor, weight: float, out: Tensor, scratch: _Scratch
+    codec: Codec, first: int, encoded: Tensor, weight: float, out: Tensor, scratch: Buffers
 ) -> _Plain | _Blocks:
     stop, columns = first + len(encoded), math.prod(out.shape[1:])
     if out.ndim < 2 or codec in ("fp32", "bf16"):
         return _Plain(first, stop, encoded.reshape(len(encoded), columns), weight, scratch)
-    codes = {span.start: payload for span, payload in _spans_of(codec, encoded, columns)}
+    codes = {span.start: payload for span, payload in payloads_of(codec, encoded, columns)}
     return _Blocks(first, stop, codec, _units(codec, encoded, weight, columns), codes, scratch)
 
 
 def _units(codec: BlockCodec, encoded: Tensor, weight: float, columns: int) -> Tensor:
     """`scale * weight` of each block, fp32 [R, blocks of a row], in 24 bits less those of a code."""
-    scales = torch.empty((len(encoded), _blocks(columns)), dtype=torch.bfloat16)
-    scales.view(torch.uint8).copy_(encoded[:, : _scale_bytes(columns)])
-    units = scales.to(torch.float32).mul_(weight / _DECODED_UNIT[codec])
+    scales = torch.empty((len(encoded), blocks_in(columns)), dtype=torch.bfloat16)
+    scales.view(torch.uint8).copy_(encoded[:, : scale_bytes(columns)])
+    units = scales.to(torch.float32).mul_(weight / DECODED_UNIT[codec])
     dropped = _CODE_BITS[codec]
     units.view(torch.int32).add_(1 << (dropped - 1)).bitwise_and_(-1 << dropped)
     return units
